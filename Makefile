@@ -3,8 +3,8 @@
 # make test-slow  tests that start engines or processes, kill them, or run the documents' commands
 # make nightly tests of hours: 20,000 new examples of each property, random kills, two hosts
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
-# make reliability  what docs/reliability.md tells of: hours of generated calls, fuzzing and load
-# make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
+# make reliability  hours of generated calls, fuzzing and load, as in docs/evidence.md
+# make bench   every benchmark, hours on a quiet machine, and its table in docs/evidence.md
 # make lint    style, types, import contracts, room budgets, requirement table, links of documents
 # make check   what CI runs: make test, make lint, make test-slow
 # make format  let ruff rewrite what it can
@@ -39,9 +39,9 @@ nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
 
 reliability: setup-dev
-	$(BIN)/python -m benchmarks.reliability.calls
-	$(BIN)/python -m benchmarks.reliability.parser
-	$(BIN)/python -m benchmarks.reliability.load --image docs/images/load-hour.png
+	$(BIN)/python -m pytest tests/contract/test_openapi.py --hypothesis-profile=nightly --timeout=0
+	$(BIN)/python tests/fuzz/parser.py -runs=1000000
+	$(BIN)/python -m benchmarks.reliability.load
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks $(ARGS)

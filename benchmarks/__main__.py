@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, and their tables in docs/benchmarks.md.
+"""All benchmarks, one after the other, and their tables in docs/evidence.md.
 
     .venv/bin/python -m benchmarks [--out FOLDER] [--only NAME ...]
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.results import read_json, table
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
-NAMES = ("demo", "server", "weight_sync", "data_plane", "losses", "full_size", "steps")
+PAGE = ROOT / "docs" / "evidence.md"
+NAMES = ("demo", "server", "weight_sync", "data_plane", "full_size", "steps")
 
 
 def measure(name: str, out: Path) -> bool:

@@ -7,43 +7,45 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from benchmarks.results import Result, table, write_json
 
-Bench = TypeVar("Bench")
-Parts = Mapping[str, Callable[[Bench], list[Result]]]
+
+@dataclass
+class Bench:
+    """What each part gets: a new folder, the rounds, and the stack that ends what it starts."""
+
+    folder: Path
+    rounds: int
+    stack: ExitStack
 
 
 def run(
     name: str,
-    description: str,
-    parts: Parts[Bench],
-    make_bench: Callable[[Path, int, ExitStack], Bench],
+    description: str | None,
+    parts: Mapping[str, Callable[[Any], list[Result]]],
     rounds: int,
     errors: tuple[type[Exception], ...],
-    parents: Sequence[argparse.ArgumentParser] = (),
+    make_bench: Callable[[Path, int, ExitStack], Bench] = Bench,
 ) -> None:
-    """Run the parts that were asked for, in order, and print the table of docs/benchmarks.md.
+    """Run the parts of `--only`, in order, and print the table of docs/evidence.md.
 
-    make_bench: from a new folder, the rounds, and where what has been started is ended.
-    rounds: of each part unless told otherwise.
-    errors: what ends the run with a message; the results until then are printed.
-    parents: with more options.
+    rounds: the default of `--rounds`.
+    errors: end the run with their message; the results until then are printed.
     """
     parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=parents,
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="write the results as JSON, too")
     options = parser.parse_args()
-    # Either signal, also where the shell ignores Ctrl-C for us, ends what has been started.
+    # Either signal, also where the shell ignores Ctrl-C, ends what has been started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     results: list[Result] = []
@@ -62,7 +64,7 @@ def run(
 
 
 def _measure(
-    parts: list[Callable[[Bench], list[Result]]],
+    parts: list[Callable[[Any], list[Result]]],
     make_bench: Callable[[Path, int, ExitStack], Bench],
     rounds: int,
 ) -> Iterator[Result]:

@@ -6,7 +6,7 @@ help   how long `learner --help` and `rollout-server --help` take
 demo   wall time, peak memory and last F1 of `learner demo`, some minutes a round
 
 Memory is the sum of the proportional set sizes of the demo and of all processes below it, sampled
-twice a second, so that shared pages count once. Prints the table of docs/benchmarks.md.
+twice a second, so that shared pages count once. Prints the table of docs/evidence.md.
 """
 
 import re
@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.command import run
-from benchmarks.processes import PeerFailed, proportional_kib, tree
+import psutil
+
+from benchmarks.command import Bench, run
+from benchmarks.processes import PeerFailed, tree
 from benchmarks.results import Result, median_of
 
 BIN = Path(sys.executable).parent
@@ -40,7 +42,7 @@ class Demo(NamedTuple):
 def run_demo() -> Demo:
     """Raises PeerFailed."""
     with tempfile.TemporaryDirectory() as folder:
-        started, peak_kib = time.monotonic(), 0
+        started, peak = time.monotonic(), 0
         output = Path(folder) / "printed.txt"
         with (
             output.open("w") as file,
@@ -49,13 +51,22 @@ def run_demo() -> Demo:
             ) as demo,
         ):
             while demo.poll() is None:
-                peak_kib = max(peak_kib, sum(proportional_kib(pid) for pid in tree(demo.pid)))
+                peak = max(peak, proportional_bytes(demo.pid))
                 time.sleep(0.5)
         seconds = time.monotonic() - started
         if demo.returncode:
             raise PeerFailed(f"the demo ended with code {demo.returncode}")
         scores = re.findall(r"│ after both.*?│ (\d\.\d+)", output.read_text())
-        return Demo(seconds, peak_kib / 2**20, float(scores[-1]))
+        return Demo(seconds, peak / 2**30, float(scores[-1]))
+
+
+def proportional_bytes(root: int) -> int:
+    """Resident memory of a tree of processes, with a part of each shared page (Pss)."""
+    total = 0
+    with suppress(psutil.Error):  # a process has just ended
+        for process in tree(root):
+            total += process.memory_full_info().pss
+    return total
 
 
 def help_seconds(command: str) -> float:
@@ -64,11 +75,11 @@ def help_seconds(command: str) -> float:
     return time.monotonic() - started
 
 
-def helps(rounds: int) -> list[Result]:
+def helps(bench: Bench) -> list[Result]:
     return [
         median_of(
             f"`{command} --help`",
-            [help_seconds(command) for _ in range(rounds)],
+            [help_seconds(command) for _ in range(bench.rounds)],
             HELP_LIMIT_S,
             at_least=False,
             unit=" s",
@@ -77,8 +88,8 @@ def helps(rounds: int) -> list[Result]:
     ]
 
 
-def demos(rounds: int) -> list[Result]:
-    runs = [run_demo() for _ in range(rounds)]
+def demos(bench: Bench) -> list[Result]:
+    runs = [run_demo() for _ in range(bench.rounds)]
     name = "`learner demo`"
     seconds, peaks, scores = zip(*runs, strict=True)
     return [
@@ -88,9 +99,5 @@ def demos(rounds: int) -> list[Result]:
     ]
 
 
-def _rounds(_: Path, rounds: int, __: ExitStack) -> int:
-    return rounds
-
-
 if __name__ == "__main__":
-    run("demo", __doc__, {"help": helps, "demo": demos}, _rounds, rounds=5, errors=(PeerFailed,))
+    run("demo", __doc__, {"help": helps, "demo": demos}, rounds=5, errors=(PeerFailed,))

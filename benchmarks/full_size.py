@@ -15,7 +15,6 @@ Nothing is started: one process, all cores. It needs 14 GiB; the peer would need
 import copy
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from benchmarks.command import run
-from benchmarks.loss_parts.measuring import OBJECTIVE, Bench, plain_stats
+from benchmarks.command import Bench, run
 from benchmarks.results import Result, median_of
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
@@ -41,7 +40,8 @@ from learner.models.packs import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
-from learner.objectives.logit_stats import ForwardStats
+from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection
+from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
 from learner.operate.demo import CONFIGS
 from learner.operate.estimate.fake import Costs, faked, put_on_fakes
 from learner.operate.estimate.step import meta_model, recipe_of
@@ -49,6 +49,39 @@ from learner.stages.coords import COORD_BINS
 from learner.training.recipes import Recipe
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
+
+
+def _module(name: str, **config: float) -> dict[str, Any]:
+    """An enabled module of both channels."""
+    return {"name": name, "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": config}
+
+
+# Every module and every term; those that the canonical profile turns off have a small weight.
+OBJECTIVE: dict[str, Any] = {
+    "objective": [
+        _module(
+            "token_ce",
+            desc_ce_weight=1.0,
+            rollout_fn_desc_weight=1.0,
+            rollout_matched_prefix_struct_weight=1.0,
+            self_context_struct_ce_weight=0.1,
+            rollout_drop_invalid_struct_ce_multiplier=1.5,
+        ),
+        _module("bbox_geo", smoothl1_weight=2.0, ciou_weight=0.2),
+        _module(
+            "coord_reg",
+            coord_ce_weight=0.02,
+            soft_ce_weight=0.1,
+            w1_weight=0.1,
+            coord_gate_weight=1.0,
+            text_gate_weight=0.1,
+            temperature=1.0,
+            target_sigma=2.0,
+            target_truncate=8,
+        ),
+    ],
+    "diagnostics": [_module("coord_diag")],
+}
 
 
 @dataclass(frozen=True)
@@ -295,6 +328,25 @@ def _plain_loss(recipe: Recipe, model: nn.Module, pack: Pack) -> Tensor:
     return pipeline(ForwardStats(stats, stats), selection, "A").total
 
 
+def plain_stats(logits: Tensor, selection: Selection, coord_ids: Tensor) -> LogitStats:
+    """The statistics of (L, V) logits, each by its own formula."""
+    text, slots = logits[selection.text_rows], logits[selection.slot_rows]
+    return LogitStats(
+        text_nll=F.cross_entropy(bounded(text), selection.text_targets, reduction="none"),
+        text_mass=1.0 - coord_mass(full_logsumexp(text), text[:, coord_ids]),
+        slot_lse=full_logsumexp(slots),
+        slot_coord_logits=slots[:, coord_ids],
+        departure_nll=F.cross_entropy(
+            bounded(logits[selection.departure_rows]),
+            selection.departure_tokens,
+            reduction="none",
+        ),
+        kept_nll=F.cross_entropy(
+            bounded(logits[selection.kept_rows]), selection.kept_tokens, reduction="none"
+        ),
+    )
+
+
 def _config(folder: Path, size: Size, dtype: torch.dtype) -> Config:
     """The demo's, with every term, attention `auto`, and a model without weights in `folder`."""
     _model_config(size).save_pretrained(folder)
@@ -304,7 +356,7 @@ def _config(folder: Path, size: Size, dtype: torch.dtype) -> Config:
     processor.save_pretrained(folder)
     changed = {
         "model": {"model": str(folder), "torch_dtype": _name(dtype)},
-        "stage2_ab": {"pipeline": OBJECTIVE.model_dump()},
+        "stage2_ab": {"pipeline": OBJECTIVE},
     }
     return parse_config(merge(load_mapping(CONFIGS / "warmup.yaml"), changed))
 
@@ -353,10 +405,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bench(folder: Path, rounds: int, _: ExitStack) -> Bench:
-    return Bench(folder, rounds)
-
-
 if __name__ == "__main__":
     parts = {"float32": float32, "bfloat16": bfloat16, "memory": memory}
-    run("full_size", __doc__, parts, _bench, rounds=3, errors=(ContractError,))
+    run("full_size", __doc__, parts, rounds=3, errors=(ContractError,))

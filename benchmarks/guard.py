@@ -15,9 +15,6 @@ STEP_MS = 20.0
 SHARE_GOAL_PERCENT = 1.0
 FLAT_GOAL = 1.1
 
-TOY_WIDTH = 1342
-QWEN_WIDTH = 151_936
-
 
 @dataclass(frozen=True)
 class Case:
@@ -31,9 +28,7 @@ class Case:
         return f"{self.generated // 1024}k tokens, {self.width:,} logits"
 
 
-SHORT, LONG = Case(1024, QWEN_WIDTH), Case(16 * 1024, QWEN_WIDTH)
-CASES = (SHORT, LONG, Case(1024, TOY_WIDTH), Case(16 * 1024, TOY_WIDTH))
-
+SHORT, LONG = CASES = (Case(1024, 151_936), Case(16 * 1024, 151_936))
 RULES = RepeatTerminateConfig(
     enabled=True,
     max_consecutive_token_repeats=64,
@@ -49,22 +44,17 @@ def guarded_settings(checkpoint: Path) -> ServerSettings:
 
 def guard_results(peer: Peer, rounds: int) -> list[Result]:
     """Shares of a 20 ms step, and how much more the longest sequences take."""
-    found: list[dict[str, float]] = []
-    for _ in range(rounds + 1):
-        peer.say("round")
-        found.append(json.loads(peer.hear()))
-    counted = found[1:]
-    shares = [_share(case, [round_[case.name] for round_ in counted]) for case in CASES]
+    counted = [json.loads(peer.ask("round")) for _ in range(rounds + 1)][1:]
+    shares = [
+        median_of(
+            f"guard, share of a {STEP_MS:g} ms step of {BATCH}, {case.name}",
+            [100 * round_[case.name] / STEP_MS for round_ in counted],
+            SHARE_GOAL_PERCENT,
+            at_least=False,
+            unit=" %",
+        )
+        for case in CASES
+    ]
     ratios = [round_[LONG.name] / round_[SHORT.name] for round_ in counted]
     name = f"guard, step at {LONG.generated // 1024}k over {SHORT.generated // 1024}k tokens"
     return [*shares, median_of(name, ratios, FLAT_GOAL, at_least=False)]
-
-
-def _share(case: Case, milliseconds: list[float]) -> Result:
-    return median_of(
-        f"guard, share of a {STEP_MS:g} ms step of {BATCH}, {case.name}",
-        [100 * each / STEP_MS for each in milliseconds],
-        SHARE_GOAL_PERCENT,
-        at_least=False,
-        unit=" %",
-    )

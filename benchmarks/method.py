@@ -16,9 +16,8 @@ with other seeds may share a folder, if the first one has made the worlds and th
 import argparse
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.method_parts.arms import (
     ARMS,
     BASE,
-    DRAWN,
     PLANS,
     TITLES,
     Arm,
@@ -39,17 +37,14 @@ from benchmarks.method_parts.arms import (
     arm_config,
     base_config,
 )
-from benchmarks.method_parts.curves import curves_png
 from benchmarks.method_parts.records import (
     Row,
-    Run,
     at_equal_steps,
     at_equal_time,
     read_runs,
     score_table,
     time_table,
 )
-from benchmarks.method_parts.scenes import scenes_png
 from learner.config import dump_mapping, dump_resolved
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
@@ -60,7 +55,6 @@ from learner.models.toy_vision import pretrain_vision
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.atomic_files import publish_directory, publish_text
 from learner.runs.run_folder import RUN
-from learner.training.channels import ChannelB
 from learner.training.input_checks import check_inputs, generates
 from learner.training.server_checks import reach_servers
 from learner.training.train import train
@@ -69,8 +63,6 @@ from shared_contracts.errors import ContractError, RunError
 SERVER_START_S = 600.0
 # Of the scenes: those that settings were chosen on, and those that decide.
 TUNED_SEED, DECIDING_SEED = 0, 1
-# Scenes of the picture.
-SHOWN_PLACES = (0, 1, 2, 3)
 CONSTANT = "constant_with_warmup"
 NOWHERE = "http://127.0.0.1:1"
 
@@ -91,11 +83,11 @@ class Experiment:
         self._make_worlds()
         self._pretrain()
         self._learn_in_common()
-        with ExitStack() as stack:
-            servers = self._start({arm.guard for _, arm in left}, stack)
+        with self._server() as server:
+            server.wait_until_healthy(SERVER_START_S)
             for seed, arm in left:
                 self._converge(seed)
-                self._run_arm(arm, seed, servers[arm.guard].base_url)
+                self._run_arm(arm, seed, server.base_url)
 
     def _claim(self) -> None:
         """Refuse a folder whose runs are of another plan."""
@@ -175,29 +167,15 @@ class Experiment:
         with publish_directory(folder) as part:
             self._train(config(self._place(model, part, world, NOWHERE)))
 
-    def _train(self, config: Config, channel_b: type[ChannelB] = ChannelB) -> None:
+    def _train(self, config: Config) -> None:
         clients = reach_servers(config) if generates(config) else []
-        train(config, check_inputs(config), clients, self._console, channel_b=channel_b)
+        train(config, check_inputs(config), clients, self._console)
 
-    def _start(self, guards: set[bool], stack: ExitStack) -> dict[bool, ServerProcess]:
-        """A server for each, healthy."""
-        servers = {
-            guard: stack.enter_context(
-                self._server(next(arm for arm in self._arms if arm.guard == guard))
-            )
-            for guard in guards
-        }
-        for server in servers.values():
-            server.wait_until_healthy(SERVER_START_S)
-        return servers
-
-    def _server(self, arm: Arm) -> ServerProcess:
-        """With what a run of the arm says of its server."""
-        model = self._out / "model"
+    def _server(self) -> ServerProcess:
+        """With the settings that a run of channel B has for its server."""
+        model, run = self._out / "model", self._out / f"server_{self._seeds[0]}.yaml"
         place = self._place(model, self._out / "any", "deciding", NOWHERE)
-        name = f"server_{'guard' if arm.guard else 'plain'}_{self._seeds[0]}"
-        run = self._out / f"{name}.yaml"
-        publish_text(run, dump_resolved(arm_config(arm, self._plan, 0, place)))
+        publish_text(run, dump_resolved(arm_config(ARMS[-1], self._plan, 0, place)))
         options = [
             *("--model", str(model)),
             *("--device", "cpu"),
@@ -205,14 +183,14 @@ class Experiment:
             *("--allowed-media-dir", str(self._out)),
             *("--run-config", str(run)),
         ]
-        return ServerProcess(options, self._out / f"{name}.log")
+        return ServerProcess(options, run.with_suffix(".log"))
 
     def _run_arm(self, arm: Arm, seed: int, base_url: str) -> None:
         self._console.print(f"[bold]seed {seed}, {arm.title}[/]")
         model = _last_checkpoint(self._folder("base", seed))
         with publish_directory(self._folder(arm.key, seed)) as part:
             place = self._place(model, part, "deciding", base_url)
-            self._train(arm_config(arm, self._plan, seed, place), arm.channel_b)
+            self._train(arm_config(arm, self._plan, seed, place))
 
     def _place(self, model: Path, output_dir: Path, world: str, base_url: str) -> Place:
         """world: of the held-out scenes; those that decide are not of the world of the training."""
@@ -234,11 +212,8 @@ def _last_checkpoint(run: Path) -> Path:
     return Path(found)
 
 
-def report(out: Path, images: Path, name: str) -> None:
-    """Print the tables of docs/benchmarks.md and draw the pictures of what has ended.
-
-    name: begins the names of the pictures.
-    """
+def report(out: Path) -> None:
+    """Print the tables of docs/evidence.md of the runs that have ended."""
     runs = read_runs(out, TITLES)
     alone = {run.seed: run for run in runs if run.arm == BASE.key}
     if not alone:
@@ -255,18 +230,6 @@ def report(out: Path, images: Path, name: str) -> None:
     print(f"\n{len(runs)} runs, {steps} steps, commit {', '.join(commits)}\n")
     print(score_table(equal, BASE.title), "\n")
     print(time_table(timed), "\n")
-    _draw(images, name, beside, steps)
-
-
-def _draw(images: Path, name: str, runs: Sequence[Run], steps: int) -> None:
-    images.mkdir(parents=True, exist_ok=True)
-    of_curves, of_scenes = images / f"{name}.png", images / f"{name}-scenes.png"
-    (seed, _), *_ = Counter(run.seed for run in runs).most_common()  # with the most arms
-    shown = {TITLES[run.arm]: run.evaluation(steps) for run in runs if run.seed == seed}
-    drawn = {key: TITLES[key] for key in DRAWN}
-    of_curves.write_bytes(curves_png(runs, drawn))
-    of_scenes.write_bytes(scenes_png(shown, SHOWN_PLACES))
-    print(f"{of_curves}\n{of_scenes}")
 
 
 def main() -> None:
@@ -284,7 +247,6 @@ def main() -> None:
         "minutes; trial: whether everything runs",
     )
     parser.add_argument("--report-only", action="store_true", help="of what has ended; run nothing")
-    parser.add_argument("--images", type=Path, help="folder of the pictures (default: OUT)")
     options = parser.parse_args()
     # Either signal, also where the shell ignores Ctrl-C for us, ends what has been started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -296,8 +258,7 @@ def main() -> None:
     try:
         if not options.report_only:
             Experiment(out, plan, seeds, arms).run()
-        name = "method" if options.plan == "full" else f"method-{options.plan}"
-        report(out, options.images or out, name)
+        report(out)
     except (ContractError, RunError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

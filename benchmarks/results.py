@@ -1,4 +1,4 @@
-"""What a benchmark found, held against its goal, as rows of docs/benchmarks.md."""
+"""What a benchmark found, held against its goal, as rows of docs/evidence.md."""
 
 import json
 import statistics
@@ -15,7 +15,6 @@ class Result:
 
     values: of each round; `measured` stands for them all.
     at_least: whether the goal is a lower bound.
-    least: where the goal is a range, its lower end; `goal` is the upper one.
     detail: what else a reader wants to know, such as both sides of a ratio.
     """
 
@@ -26,18 +25,15 @@ class Result:
     at_least: bool
     unit: str = ""
     detail: str = ""
-    least: float | None = None
 
     @property
     def met(self) -> bool:
-        if self.at_least:
-            return self.measured >= self.goal
-        return self.measured <= self.goal and (self.least is None or self.measured >= self.least)
+        return self.measured >= self.goal if self.at_least else self.measured <= self.goal
 
     @property
     def row(self) -> str:
         spread = f"{_figure(min(self.values))} .. {_figure(max(self.values))}"
-        bound = ">=" if self.at_least else "<=" if self.least is None else f"{self.least:g} .."
+        bound = ">=" if self.at_least else "<="
         cells = (
             self.name,
             f"{_figure(self.measured)}{self.unit}",

@@ -6,30 +6,20 @@ pipelined    a channel-B step whose chunks are rolled out while others are learn
              longer of the two alone; a step that does one after the other is reported beside it
 in_parts     a channel-B step of a shipped profile (32 samples, all decoded at once, answers of
              lognormal length) over the longer of its longest answer and its learning
-assessed     the same as `pipelined` where a chunk takes as long to assess as to answer and to learn
-async        channel-B steps per second with answers that are asked for beside training, over
-             those of steps that ask and then learn, both sides of equal length
-formats      a channel-B step of the toy model in `compact` over one in `object_keys`, on the same
-             objects: decoded and trained on for real
 servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
              are; CPU time of the learner per request
 
 The servers are a program of their own that answers over HTTP after a fixed time; a forward and
 backward of the learner waits a fixed time, as a GPU would have it wait. Everything between is
-the product's own. Prints the table of docs/benchmarks.md.
+the product's own. Prints the table of docs/evidence.md.
 """
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.command import run
-from benchmarks.peers.fixed_servers import answer_s
-from benchmarks.processes import PeerFailed
-from benchmarks.results import Result, median_of
-from benchmarks.step_parts.engines import (
+from benchmarks.command import Bench, run
+from benchmarks.fixed_engines import (
     ANSWER_TOKENS,
     FixedA,
     FixedB,
@@ -38,52 +28,44 @@ from benchmarks.step_parts.engines import (
     fixed_servers,
     samples,
 )
-from benchmarks.step_parts.formats import SCENES, FormatStep
+from benchmarks.peers.fixed_servers import answer_s
+from benchmarks.processes import PeerFailed
+from benchmarks.results import Result, median_of
 from learner.config import load_mapping, merge, parse_config
-from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.rollout.policy import Asking, OpenBackend, Policy, Stream
 from learner.rollout.server import ServerBackend
-from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
-from learner.training.synchronous_rollouts import Packer
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
-ASSESSED_GOAL = 1.15
 IN_PARTS_GOAL = 1.8
-ASYNC_GOAL = 1.8
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
-FORMATS_GOAL = 0.5
 # A step of the pipeline: so many chunks, each of them so long on either side.
 CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
 # A step of a shipped profile: its batch, and answers of which few are long.
 BATCH, ANSWER_S, ANSWER_SIGMA = 32, 1.0, 0.5
-# Steps of as many samples as one server decodes at once.
-ASYNC_STEPS, SHARE_SAMPLES, SHARE_S = 30, 8, 0.4
 SEQUENCES = 64
 # So many slices of `SEQUENCES` for every server, each as long as 300 tokens of 20 ms.
 SLICES, SLICE_S = 2, 6.0
 
 
-SourceOf = Callable[[Policy, FixedB], AsyncSource]
-
-
-class Bench:
-    def __init__(self, folder: Path, rounds: int, stack: ExitStack) -> None:
-        self.folder = folder
-        self.rounds = rounds
-
-
 def pipelined(bench: Bench) -> list[Result]:
+    longest = CHUNKS * CHUNK_S
+    overlapped, sequential = [], []
+    with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
+        for _ in range(bench.rounds):
+            overlapped.append(_step_s(backend, backend.stream) / longest)
+            sequential.append(_step_s(backend, None) / longest)
     name = "channel-B step over the longer of rollouts and learning"
-    detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side"
-    return _overlapped(bench, name, PIPELINED_GOAL, detail)
+    detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side; "
+    detail += f"one after the other: {statistics.median(sequential):.2f}"
+    return [median_of(name, overlapped, PIPELINED_GOAL, at_least=False, detail=detail)]
 
 
 def in_parts(bench: Bench) -> list[Result]:
@@ -101,36 +83,16 @@ def in_parts(bench: Bench) -> list[Result]:
     return [median_of(name, in_four, IN_PARTS_GOAL, at_least=False, detail=detail)]
 
 
-def assessed(bench: Bench) -> list[Result]:
-    name = "channel-B step over the longest of rollouts, assessment and learning"
-    return _overlapped(bench, name, ASSESSED_GOAL, f"{CHUNK_S:g} s each", CHUNK_S / CHUNK_SAMPLES)
-
-
-def _overlapped(
-    bench: Bench, name: str, goal: float, detail: str, assess_s: float = 0.0
-) -> list[Result]:
-    """assess_s: of one answer."""
-    longest = CHUNKS * CHUNK_S
-    overlapped, sequential = [], []
-    with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
-        for _ in range(bench.rounds):
-            overlapped.append(_step_s(backend, backend.stream, assess_s) / longest)
-            sequential.append(_step_s(backend, None, assess_s) / longest)
-    detail = f"{detail}; one after the other: {statistics.median(sequential):.2f}"
-    return [median_of(name, overlapped, goal, at_least=False, detail=detail)]
-
-
 def _step_s(
     backend: ServerBackend,
     stream: Stream | None,
-    assess_s: float = 0.0,
     forward_s: float = CHUNK_S / CHUNK_SAMPLES,
     count: int = CHUNKS * CHUNK_SAMPLES,
 ) -> float:
     """Seconds of one channel-B step of `count` samples. stream: None: no overlap."""
     asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
     policy = Policy(OpenBackend(backend, backend.version, stream=stream), asking)
-    recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s, assess_s), FixedPipeline())
+    recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s), FixedPipeline())
     runner = StepRunner(_config(), recipe, policy)
     own = samples(count)
     began = time.perf_counter()
@@ -142,53 +104,6 @@ def _config() -> Config:
     """Channel B alone, without packing."""
     every_step = {"stage2_ab": {"schedule": {"b_ratio": 1}}, "training": {"packing": False}}
     return parse_config(merge(load_mapping(CONFIG), every_step))
-
-
-def asynchronous(bench: Bench) -> list[Result]:
-    ratios, skipped = [], 0
-    for _ in range(bench.rounds):
-        with fixed_servers(1, SHARE_S, SHARE_SAMPLES, bench.folder) as backend:
-            one_after_the_other = _b_steps_per_s(backend, None)[0]
-            beside, late = _b_steps_per_s(backend, _asynchronous)
-        ratios.append(beside / one_after_the_other)
-        skipped += late
-    name = "channel-B steps per second, asynchronous over sequential"
-    steps = bench.rounds * ASYNC_STEPS
-    detail = f"{SHARE_S:g} s on each side, a push after every step; {skipped} of {steps} steps late"
-    return [median_of(name, ratios, ASYNC_GOAL, at_least=True, detail=detail)]
-
-
-def _b_steps_per_s(backend: ServerBackend, source_of: SourceOf | None) -> tuple[float, int]:
-    """Rate of channel-B steps, and how many steps ran channel A instead.
-
-    source_of: None: the step's own.
-    """
-    config = _config()
-    asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
-    policy = Policy(OpenBackend(backend, backend.version), asking)
-    channel_b = FixedB(SHARE_S / SHARE_SAMPLES)
-    source = None if source_of is None else source_of(policy, channel_b)
-    recipe = Recipe(config, FixedA(SHARE_S / SHARE_SAMPLES), channel_b, FixedPipeline())
-    runner = StepRunner(config, recipe, policy, source=source)
-    own, weights, late = samples(SHARE_SAMPLES), Weights(), 0
-    began = time.perf_counter()
-    for step in range(ASYNC_STEPS):
-        _, report = runner.run(weights, own, step, PlainEngine())
-        late += report.channel == "A"
-    seconds = time.perf_counter() - began
-    if source is not None:
-        source.close()
-    return (ASYNC_STEPS - late) / seconds, late
-
-
-def _asynchronous(policy: Policy, channel_b: FixedB) -> AsyncSource:
-    config = _config()
-    settings = AsyncRolloutConfig(
-        queue_limit=4 * SHARE_SAMPLES, prefetch_target_packs=2 * SHARE_SAMPLES
-    )
-    own = samples(SHARE_SAMPLES)
-    packer = Packer(config.training, config.global_max_length)
-    return AsyncSource(settings, policy, channel_b, packer, lambda _: own, 10 * ASYNC_STEPS, 0)
 
 
 def servers(bench: Bench) -> list[Result]:
@@ -221,34 +136,12 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-def formats(bench: Bench) -> list[Result]:
-    """The formats take turns, so that both meet the same load of the machine."""
-    short, long = (FormatStep(bench.folder, name) for name in ("compact", "object_keys"))
-    measured = [(short.measure(), long.measure()) for _ in range(bench.rounds + 1)][1:]
-    ratios = [sum(one) / sum(other) for one, other in measured]
-    (decode, learn), (long_decode, long_learn) = measured[-1]
-    detail = (
-        f"{long.objects} objects in {SCENES} scenes, {short.answer_tokens} and "
-        f"{long.answer_tokens} tokens of answers; answers {decode:.2f} and {long_decode:.2f} s, "
-        f"the rest {learn:.2f} and {long_learn:.2f} s"
-    )
-    name = "channel-B step of the toy in `compact` over `object_keys`"
-    return [median_of(name, ratios, FORMATS_GOAL, at_least=False, detail=detail)]
-
-
 PARTS = {
     "pipelined": pipelined,
     "in_parts": in_parts,
-    "assessed": assessed,
-    "async": asynchronous,
-    "formats": formats,
     "servers": servers,
 }
 
 
-def main() -> None:
-    run("steps", __doc__ or "", PARTS, Bench, 5, (PeerFailed, RunError, ContractError))
-
-
 if __name__ == "__main__":
-    main()
+    run("steps", __doc__, PARTS, rounds=5, errors=(PeerFailed, RunError, ContractError))

@@ -3,11 +3,13 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.http_client import HttpClient
+import httpx
+
 from benchmarks.processes import Peer
 from benchmarks.results import Result, median_of
 from benchmarks.workload import ANSWER_TOKENS, Scene, infer_call, make_scenes, openai_messages
@@ -84,32 +86,25 @@ def _check(name: str, pair: tuple[Work, Work], same_template: bool) -> None:
         raise UnequalWork(f"{name}: prompts of {[w.prompt_tokens for w in pair]} tokens")
 
 
-def rollout_side(client: HttpClient, base_url: str, calls: int = 1) -> Side:
+def rollout_side(base_url: str, calls: int = 1) -> Side:
     """The batch as `calls` concurrent `POST /infer/`, to our server or ms-swift's."""
+    http = httpx.Client(base_url=base_url, timeout=600, trust_env=False)
+    threads = ThreadPoolExecutor(calls)
+
+    def post(body: dict[str, Any]) -> Any:
+        return http.post("/infer/", json=body).raise_for_status().json()
 
     def run(scenes: list[Scene]) -> Work:
         size = len(scenes) // calls
         bodies = [infer_call(scenes[i : i + size]) for i in range(0, len(scenes), size)]
         began = time.perf_counter()
-        answers = client.post(f"{base_url}/infer/", bodies)
+        answers = list(threads.map(post, bodies))
         seconds = time.perf_counter() - began
-        return _work(seconds, [item["response"]["usage"] for items in answers for item in items])
-
-    return run
-
-
-def openai_side(client: HttpClient, base_url: str, model: str, stream: bool = False) -> Side:
-    """The batch as one concurrent `POST /v1/chat/completions` per prompt."""
-    fixed: dict[str, Any] = {"model": model, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
-    if stream:
-        fixed |= {"stream": True, "stream_options": {"include_usage": True}}
-
-    def run(scenes: list[Scene]) -> Work:
-        bodies = [fixed | {"messages": openai_messages(scene)} for scene in scenes]
-        began = time.perf_counter()
-        answers = client.post(f"{base_url}/v1/chat/completions", bodies)
-        seconds = time.perf_counter() - began
-        return _work(seconds, [answer["usage"] for answer in answers])
+        usages = [item["response"]["usage"] for items in answers for item in items]
+        prompt_tokens, tokens = (
+            sum(usage[kind] for usage in usages) for kind in ("prompt_tokens", "completion_tokens")
+        )
+        return Work(seconds, prompt_tokens, tokens)
 
     return run
 
@@ -119,15 +114,7 @@ def in_process_side(peer: Peer) -> Side:
 
     def run(scenes: list[Scene]) -> Work:
         conversations = [openai_messages(scene) for scene in scenes]
-        peer.say(json.dumps({"conversations": conversations, "max_tokens": ANSWER_TOKENS}))
-        return Work(**json.loads(peer.hear()))
+        batch = {"conversations": conversations, "max_tokens": ANSWER_TOKENS}
+        return Work(**json.loads(peer.ask(json.dumps(batch))))
 
     return run
-
-
-def _work(seconds: float, usages: Sequence[dict[str, int]]) -> Work:
-    return Work(
-        seconds,
-        sum(usage["prompt_tokens"] for usage in usages),
-        sum(usage["completion_tokens"] for usage in usages),
-    )

@@ -1,6 +1,13 @@
-"""Write docs/api.md and docs/openapi.json from the server; with --check, fail when out of date."""
+"""Write docs/api.md from the server; with --check, fail when it is out of date.
+
+    scripts/api_reference.py [--check]
+    scripts/api_reference.py --openapi FILE.json    write the server's OpenAPI document there
+
+The page has a digest of the OpenAPI document, so --check also finds changes that it does not show.
+"""
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -20,11 +27,11 @@ INTRO = """\
 
 *Written by `scripts/api_reference.py` from the server; do not edit.*
 
-The [glossary](glossary.md) explains special words.
+The [glossary](method.md#glossary) explains special words.
 
-[openapi.json](openapi.json) has the same content for programs. Every server has its own copy at
-`/openapi.json`, and a page at `/docs` to read it and to try calls. All paths work with and without
-the trailing slash. A server with a token answers 401 to calls without
+Every server has the same content for programs at `/openapi.json`, and a page at `/docs` to read it
+and to try calls. `scripts/api_reference.py --openapi FILE` writes the document to a file. All paths
+work with and without the trailing slash. A server with a token answers 401 to calls without
 `Authorization: Bearer TOKEN`, except to `/live/` and `/health/`.
 
 Every error is an RFC 9457 problem document (`application/problem+json`): `type` (`urn:rollmatch:`
@@ -47,6 +54,8 @@ def page(api: dict[str, Any]) -> str:
     parts += ["## Bodies\n"]
     schemas = sorted(api["components"]["schemas"].items())
     parts += [_schema(name, schema) for name, schema in schemas]
+    digest = hashlib.sha256(json.dumps(api, sort_keys=True).encode()).hexdigest()
+    parts += [f"The OpenAPI document has the SHA-256 `{digest}`.\n"]
     return "\n".join(parts)
 
 
@@ -104,7 +113,7 @@ def _default(schema: dict[str, Any], *, required: bool) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON Schema in a few words; the exact one is in openapi.json."""
+    """A JSON Schema in a few words; the exact one is in the OpenAPI document."""
     if ref := schema.get("$ref"):
         name = ref.removeprefix(_REF)
         return f"[{name}](#{name.lower()})"
@@ -119,19 +128,22 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
-    api = document()
-    texts = {
-        DOCS / "api.md": page(api),
-        DOCS / "openapi.json": json.dumps(api, indent=1, ensure_ascii=False) + "\n",
-    }
-    for file, text in texts.items():
-        if not check:
-            file.write_text(text, encoding="utf-8")
-        elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            sys.exit(f"{file} is out of date: run scripts/api_reference.py")
+    parser.add_argument("--openapi", type=Path, metavar="FILE.json")
+    options = parser.parse_args()
+    api, file = document(), DOCS / "api.md"
+    text = page(api)
+    if options.openapi:
+        options.openapi.write_text(
+            json.dumps(api, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+    elif not options.check:
+        file.write_text(text, encoding="utf-8")
+    elif not file.exists() or file.read_text(encoding="utf-8") != text:
+        sys.exit(f"{file} is out of date: run scripts/api_reference.py")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ INTRO = """\
 
 *Written by `scripts/config_reference.py` from the schema; do not edit.*
 
-The [glossary](glossary.md) explains special words.
+The [glossary](method.md#glossary) explains special words.
 
 `learner train FILE` reads one YAML file (YAML 1.2: `no` is text, `1e-4` is a number). With
 `extends: FILE` the file extends another one; the path is relative to the file itself. Mappings are

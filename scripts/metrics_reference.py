@@ -16,7 +16,7 @@ INTRO = """\
 Every optimizer step is one line of `metrics.jsonl` in the run folder and one point in TensorBoard.
 So is every evaluation. A number is about its own step only: nothing is added up, averaged or
 carried over between logged steps. Both trainer variants log the same keys; `stage2_rollout_aligned`
-runs [channel B](glossary.md) alone.
+runs [channel B](method.md#glossary) alone.
 
 With several processes a line is about all of them. The kind of a metric says how their parts are
 combined:

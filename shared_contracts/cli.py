@@ -87,12 +87,18 @@ def ignores_interrupts() -> bool:
 
 
 def run_cli(app: Callable[[], object]) -> None:
-    """Run a command-line app; ContractError and RunError are printed without a traceback.
+    """Run a command-line app; these errors are printed without a traceback.
 
-    A ContractError is three lines on stderr and exit code 2, a RunError one and exit code 1.
+    A ContractError is three lines on stderr and exit code 2, and so is a file that this user may
+    not access. A RunError is one line and exit code 1.
     """
     try:
-        app()
+        try:
+            app()
+        except PermissionError as error:
+            found = f"the user {os.geteuid()} may not access it ({error.strerror})"
+            do = "Give this user access to it and to the folders above it"
+            raise ContractError(str(error.filename), found, do) from error
     except (ContractError, RunError) as error:
         print(describe(error), file=sys.stderr)
         sys.exit(exit_code(error))

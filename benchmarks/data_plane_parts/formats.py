@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.command import Bench
 from benchmarks.data_plane_parts.parser import qwen_tokenizer
 from benchmarks.results import Result
 from learner.config.registry import ANSWER_FORMATS, load_registered
@@ -28,8 +29,8 @@ cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase, sci
 hair drier, toothbrush""".replace("\n", " ").split(", ")
 
 
-def measure(rounds: int) -> list[Result]:
-    """The same in each round, so there is one."""
+def measure(_: Bench) -> list[Result]:
+    """One round: the count is the same in each."""
     tokenizer = qwen_tokenizer()
     results = []
     for name, goal in GOALS.items():

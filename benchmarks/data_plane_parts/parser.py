@@ -1,24 +1,21 @@
-"""`parse_rollout` with Qwen's own BPE, after a warm-up, against plain scanners.
+"""`parse_rollout` with Qwen's own BPE, after a warm-up, against a plain scanner.
 
-    decoding each id    the peer a reader of the rules writes first: `tokenizer.decode([id])`, its
-                        characters one by one, braces and strings tracked, `json.loads` of an object
-    remembering pieces  the milder peer: the same with each id decoded once and for all
-
-Neither peer checks an object, finds its description among the tokens, or cuts the answer; they
-must find the same keys and coordinates. Complete answers of 20 to 60 objects in both field
-orders. Times are of the processor, not of the clock; of each side the best of several goes.
+The peer decodes each id, tracks braces and strings by character, and calls `json.loads` on each
+object. It does not check an object, find its description among the tokens, or cut the answer. It
+must find the same keys and coordinates. Complete answers of 20 to 60 objects in both field orders.
+Times are of the processor, not of the clock; of each side the best of several goes.
 """
 
 import json
 import random
 import time
 from collections.abc import Callable
-from functools import cache
 from importlib.resources import files
 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from benchmarks.command import Bench
 from benchmarks.results import Result, median_of
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import parse_rollout, serialize_objects
@@ -36,96 +33,28 @@ Objects = list[tuple[str, list[int]]]
 Decode = Callable[[int], str]
 
 
-class UnequalObjects(Exception):
-    """A peer found other keys or coordinates."""
-
-
-def measure(rounds: int) -> list[Result]:
+def measure(bench: Bench) -> list[Result]:
     """Each round draws answers of its own."""
     tokenizer = qwen_tokenizer()
-    return [
-        *_speed(tokenizer, rounds),
-        _linearity(tokenizer, rounds),
-        *(_hostile(name, tokenizer, rounds) for name in HOSTILE),
-    ]
-
-
-def _speed(tokenizer: PreTrainedTokenizerFast, rounds: int) -> list[Result]:
     vocab = CoordVocab.from_tokenizer(tokenizer)
 
     def decode(token_id: int) -> str:
         return decode_exactly(tokenizer, [token_id])
 
-    remember = cache(decode)
-    rates: dict[str, list[float]] = {"ours": [], "decoding": [], "remembering": []}
-    for round_ in range(rounds):
+    ours, peers = [], []
+    for round_ in range(bench.rounds):
         answers = _answers(tokenizer, round_)
         for ids in answers:
-            _compare(ids, tokenizer, vocab, remember)
-        sides = {
-            "ours": lambda ids: parse_rollout(ids, tokenizer),
-            "decoding": lambda ids: _scan_plainly(ids, decode, vocab),
-            "remembering": lambda ids: _scan_plainly(ids, remember, vocab),
-        }
-        for name, side in sides.items():
-            rates[name].append(1 / _seconds_per_token(side, answers))
-    ours, decoding, remembering = rates["ours"], rates["decoding"], rates["remembering"]
-    both = "{:,.0f} and {:,.0f} tokens/s".format
+            found = [(found.key, found.coords) for found in parse_rollout(ids, tokenizer).objects]
+            assert found == _scan_plainly(ids, decode, vocab), "the peer found other objects"
+        ours.append(1 / _seconds_per_token(lambda ids: parse_rollout(ids, tokenizer), answers))
+        peers.append(1 / _seconds_per_token(lambda ids: _scan_plainly(ids, decode, vocab), answers))
+    ratios = [a / b for a, b in zip(ours, peers, strict=True)]
+    both = f"{max(ours):,.0f} and {max(peers):,.0f} tokens/s"
     return [
         median_of("parser, complete answers", ours, 500_000, True, " tokens/s"),
-        _ratio("parser over a plain scanner decoding each id", ours, decoding, 3, both),
-        _ratio("parser over a plain scanner remembering pieces", ours, remembering, 0.5, both),
+        median_of("parser over a plain scanner decoding each id", ratios, 3, True, detail=both),
     ]
-
-
-def _ratio(
-    name: str, ours: list[float], theirs: list[float], goal: float, both: Callable[..., str]
-) -> Result:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return median_of(name, ratios, goal, True, detail=both(max(ours), max(theirs)))
-
-
-def _linearity(tokenizer: PreTrainedTokenizerFast, rounds: int) -> Result:
-    def work(ids: list[int]) -> object:
-        return parse_rollout(ids, tokenizer)
-
-    ratios = []
-    for round_ in range(rounds):
-        rng = random.Random(round_)
-        long = [_answer(tokenizer, 520, rng)]
-        short = [_answer(tokenizer, 33, rng) for _ in range(ANSWERS)]
-        ratios.append(_seconds_per_token(work, long) / _seconds_per_token(work, short))
-    return median_of("parser, a token of 16k over one of 1k", ratios, 1.2, False)
-
-
-# ---- hostile answers -----------------------------------------------------------------
-
-# What comes once, and what comes again and again; None for tokens from all of the vocabulary.
-HOSTILE: dict[str, tuple[str, str | None]] = {
-    "garbage": ("{", None),
-    "one endless string": ('{"object_1": {"desc": "', 'a \\" cat '),
-    "deep nesting": ('{"object_1": ', '{"a": ['),
-    "objects that are no JSON": ("{", '"object_1": {"desc": "cat",, "bbox_2d": []}, '),
-    "commas": ("{", ", "),
-}
-
-
-def _hostile(name: str, tokenizer: PreTrainedTokenizerFast, rounds: int) -> Result:
-    start, again = HOSTILE[name]
-    ratios = []
-    for round_ in range(rounds):
-        ids = tokenizer.encode(start)
-        if again is None:
-            rng = random.Random(round_)
-            ids += [rng.randrange(len(tokenizer)) for _ in range(16_000)]
-        else:
-            repeated = tokenizer.encode(again)
-            ids += repeated * (16_000 // len(repeated))
-        hostile = _seconds_per_token(lambda ids: parse_rollout(ids, tokenizer), [ids])
-        answers = _answers(tokenizer, round_)
-        ordinary = _seconds_per_token(lambda ids: parse_rollout(ids, tokenizer), answers)
-        ratios.append(hostile / ordinary)
-    return median_of(f"parser, a token of {name} over an ordinary one", ratios, 2, False)
 
 
 # ---- answers -------------------------------------------------------------------------
@@ -196,15 +125,6 @@ def _scan_plainly(ids: list[int], decode: Decode, vocab: CoordVocab) -> Objects:
                     if "bbox_2d" in json.loads("".join(value)):
                         objects.append(("".join(key), [k for k in bins if k is not None]))
     return objects
-
-
-def _compare(
-    ids: list[int], tokenizer: PreTrainedTokenizerFast, vocab: CoordVocab, decode: Decode
-) -> None:
-    ours = [(found.key, found.coords) for found in parse_rollout(ids, tokenizer).objects]
-    theirs = _scan_plainly(ids, decode, vocab)
-    if ours != theirs:
-        raise UnequalObjects(f"{len(ours)} and {len(theirs)} objects")
 
 
 def _seconds_per_token(work: Callable[[list[int]], object], answers: list[list[int]]) -> float:

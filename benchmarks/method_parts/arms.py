@@ -1,4 +1,4 @@
-"""The arms of the experiment, and the one channel that the product does not have.
+"""The arms of the experiment, and their configs.
 
 An arm is one variant of the training. Every arm of a seed starts from the same checkpoint, takes
 the same samples in the same order, and is evaluated on the same scenes.
@@ -10,37 +10,15 @@ from typing import Any
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.training.channels import ChannelB
-from learner.types import AssessedRollout
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
 
 
-class WithoutAppend(ChannelB):
-    """Corrects what was matched and appends nothing: what was missed is left out.
-
-    An answer of which nothing matched is closed after its prefix.
-    """
-
-    def correct(self, assessed: AssessedRollout) -> AssessedRollout:
-        sample, match = assessed.sample, assessed.match
-        found = tuple(sample.objects[j] for _, j in match.pairs)
-        pairs = [(i, place) for place, (i, _) in enumerate(match.pairs)]
-        corrected = super().correct(
-            assessed._replace(
-                sample=replace(sample, objects=found),
-                match=replace(match, pairs=pairs, false_negatives=[]),
-            )
-        )
-        return assessed._replace(target=corrected.target, left_out=corrected.left_out)
-
-
 @dataclass(frozen=True)
 class Arm:
-    """key: name of its folders. guard: whether its server ends answers that repeat themselves.
+    """key: name of its folders. b_ratio: fraction of its steps that are channel B.
 
-    b_ratio: fraction of its steps that are channel B. clean: duplicates leave the prefix.
-    unlikelihood: `duplicate_ul` is declared. sampled: rollouts at temperature 0.7, top-p 0.95.
+    clean: duplicates leave the prefix. unlikelihood: `duplicate_ul` is declared.
     """
 
     key: str
@@ -48,35 +26,17 @@ class Arm:
     b_ratio: float
     clean: bool = False
     unlikelihood: bool = False
-    sampled: bool = False
-    guard: bool = True
-    channel_b: type[ChannelB] = ChannelB
 
 
 BASE = Arm("a_alone", "channel A alone", 0.0)
 ARMS = (
     BASE,
-    Arm("b_05", "A and B, b_ratio 0.05", 0.05),
     Arm("b_25", "A and B, b_ratio 0.25", 0.25),
-    Arm("b_75", "A and B, b_ratio 0.75", 0.75),
-    Arm("b_25_sampled", "0.25, sampled", 0.25, sampled=True),
     Arm("clean", "0.25, clean prefix", 0.25, clean=True),
     Arm("clean_75", "0.75, clean prefix", 0.75, clean=True),
     Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, clean=True, unlikelihood=True),
-    Arm(
-        "clean_ul_sampled",
-        "0.25, clean prefix, unlikelihood, sampled",
-        0.25,
-        clean=True,
-        unlikelihood=True,
-        sampled=True,
-    ),
-    Arm("no_append", "0.25, without the append", 0.25, channel_b=WithoutAppend),
-    Arm("no_guard", "0.25, guard off", 0.25, guard=False),
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
-# Those of the picture of curves.
-DRAWN = ("a_alone", "b_25", "clean", "clean_75", "clean_ul")
 
 
 @dataclass(frozen=True)
@@ -138,7 +98,6 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
     objective = mapping["stage2_ab"]["pipeline"]["objective"]
     if not arm.unlikelihood:
         objective = [module for module in objective if module["name"] != "duplicate_ul"]
-    decoding = {"temperature": 0.7, "top_p": 0.95}
     sections: dict[str, Any] = {
         "training": {
             "max_steps": plan.longest if arm is BASE else plan.steps,
@@ -152,8 +111,6 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
             "pipeline": {"objective": objective},
         },
         "rollout_matching": {
-            **({"decode_mode": "sampling", "decoding": decoding} if arm.sampled else {}),
-            **({} if arm.guard else {"repeat_terminate": {"enabled": False}}),
             "eval_detection": {"enabled": True, "save_answers": True},
         },
     }

@@ -151,22 +151,5 @@ def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
     return mean if least == most else f"{mean} ({least} .. {most})"
 
 
-def curves(runs: Sequence[Run], arm: str, score: str) -> tuple[list[int], list[list[float]]]:
-    """(steps, scores of each seed at these steps) of one arm.
-
-    score: a name in `scores` of an evaluation, or `duplicates` of an answer. Steps that not all
-    seeds have are left out.
-    """
-    own = [run for run in runs if run.arm == arm]
-    if not own:
-        return [], []
-    steps = sorted(set.intersection(*(set(run.evaluated) for run in own)))
-    return steps, [[_score(run.scores(step)["scores"], score) for step in steps] for run in own]
-
-
-def _score(scores: dict[str, float], name: str) -> float:
-    return scores["duplicates"] / scores["answers"] if name == "duplicates" else scores[name]
-
-
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

@@ -18,68 +18,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from benchmarks.processes import end_with_benchmark
-from shared_contracts.infer import (
-    ChatCompletionResponse,
-    ChatMessage,
-    Choice,
-    RolloutEnvelope,
-    RolloutStamp,
-    Usage,
-)
-from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.server_info import Info, Live, RepeatTerminateStatus, WorldSize
+from shared_contracts.server_info import WorldSize
+from tests.unit.scripted_server import envelope, info, live
 
-EPOCH = "fixed"
-_VERSION = 987654321  # stands in the prepared answer where the version goes
-
-
-def envelope(prompt_tokens: int, answer_tokens: int) -> str:
-    """One element of an answer, as JSON; prepared once, so that a server costs next to nothing."""
-    usage = Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=answer_tokens,
-        total_tokens=prompt_tokens + answer_tokens,
-    )
-    choice = Choice(
-        index=0,
-        message=ChatMessage(content="x" * 4 * answer_tokens),
-        finish_reason="stop",
-        token_ids=list(range(answer_tokens)),
-    )
-    response = ChatCompletionResponse(
-        model="fixed",
-        choices=[choice],
-        usage=usage,
-        id="r",
-        created=0,
-        prompt_token_ids=list(range(prompt_tokens)),
-    )
-    stamp = RolloutStamp(
-        repeat_terminate_triggered=0,
-        repeat_terminated_choices=[],
-        weights_version=(_VERSION, _VERSION),
-        server_epoch=EPOCH,
-        seed=None,
-        finish="stop",
-    )
-    return RolloutEnvelope(response=response, coordexp=stamp).model_dump_json()
-
-
-def info() -> Info:
-    return Info(
-        model="fixed",
-        world_size=1,
-        replicas=[],
-        max_model_len=2**16,
-        max_num_seqs=2**16,
-        enable_lora=False,
-        weights_state="READY",
-        weights_version=0,
-        weight_transport="gloo",
-        server_epoch=EPOCH,
-        repeat_terminate=RepeatTerminateStatus(active=False, config=RepeatTerminateConfig()),
-        versions={"rollmatch": "0"},
-    )
+_VERSION = '"weights_version":[1,1]'
 
 
 def answer_s(uuid: str, seconds: float, sigma: float) -> float:
@@ -97,10 +39,10 @@ class FixedServer(ThreadingHTTPServer):
         self.seconds = seconds
         self.sigma = sigma
         self.one = one
-        self.told = {
-            "/live/": Live(server_epoch=EPOCH, heartbeat_age_s=[0.0]).model_dump_json(),
+        self.answers = {
+            "/live/": live().model_dump_json(),
             "/get_world_size/": WorldSize(world_size=1).model_dump_json(),
-            "/info/": info().model_dump_json(),
+            "/info/": info(max_num_seqs=2**16, max_model_len=2**16).model_dump_json(),
         }
 
     def answer(self, call: dict[str, Any]) -> str:
@@ -116,7 +58,8 @@ class FixedServer(ThreadingHTTPServer):
         with self.engine:
             self.free += count
             self.engine.notify_all()
-        one = self.one.replace(str(_VERSION), str(call.get("expected_weights_version") or 0))
+        version = call.get("expected_weights_version") or 0
+        one = self.one.replace(_VERSION, f'"weights_version":[{version},{version}]')
         return f"[{','.join([one] * count)}]"
 
 
@@ -126,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: FixedServer
 
     def do_GET(self) -> None:
-        self._send(self.server.told[self.path])
+        self._send(self.server.answers[self.path])
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
@@ -147,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     count, seconds, sigma, sequences, prompt_tokens, answer_tokens = sys.argv[1:]
     end_with_benchmark()
-    one = envelope(int(prompt_tokens), int(answer_tokens))
+    prompt, answer = list(range(int(prompt_tokens))), list(range(int(answer_tokens)))
+    one = envelope(answer, prompt, text="x" * 4 * len(answer)).model_dump_json()
     servers = [
         FixedServer(float(seconds), float(sigma), int(sequences), one) for _ in range(int(count))
     ]

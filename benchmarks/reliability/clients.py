@@ -1,7 +1,7 @@
-"""Clients of a server for an hour: most of them polite, some not.
+"""Clients of a server for an hour.
 
-Each is a thread that makes one call after another, of a kind drawn by chance, and knows what the
-answer has to be. What comes otherwise is noted, and the client goes on.
+Each is a thread that makes one call after another, of a kind drawn at random, and compares the
+answer with the one that this kind must have. A client notes a wrong answer and goes on.
 """
 
 import random
@@ -20,18 +20,20 @@ from benchmarks.workload import infer_call, make_scenes
 TIMEOUT_S = 120.0
 LONGEST_PAUSE_S = 0.4
 MAX_BODY_MIB = 2
+TOO_LARGE = b" " * (MAX_BODY_MIB * 2**20 + 1)
+JSON = {"content-type": "application/json"}
 NO_VERSION = 10**9
 LONG_TOKENS = 256
 MOST_NOTED = 50
 
 
 class Notes:
-    """What all clients of a run saw; taken by another thread."""
+    """The calls of all clients: counts by kind, wrong answers, milliseconds."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._infer_ms: list[float] = []
+        self.infer_ms: list[float] = []
         self._lock = threading.Lock()
 
     def count(self, kind: str, wrong: str | None) -> None:
@@ -40,16 +42,6 @@ class Notes:
             if wrong is not None:
                 self.counts["wrong"] += 1
                 self.wrong = [*self.wrong, f"{kind}: {wrong}"][:MOST_NOTED]
-
-    def answered_in(self, milliseconds: float) -> None:
-        with self._lock:
-            self._infer_ms.append(milliseconds)
-
-    def take_infer_ms(self) -> list[float]:
-        """Of the calls answered since the last look."""
-        with self._lock:
-            taken, self._infer_ms = self._infer_ms, []
-            return taken
 
 
 class Client(threading.Thread):
@@ -81,7 +73,10 @@ class Client(threading.Thread):
             base_url=self._base_url, timeout=TIMEOUT_S, trust_env=False
         ) as self._http:
             while True:
-                self._wait_at_gate()
+                if not self._gate.is_set():
+                    self.idle.set()
+                    self._gate.wait()
+                    self.idle.clear()
                 (kind,) = self._chance.choices(names, weights)
                 try:
                     wrong = self._kinds[kind][1]()
@@ -90,19 +85,13 @@ class Client(threading.Thread):
                 self._notes.count(kind, wrong)
                 time.sleep(self._chance.uniform(0, LONGEST_PAUSE_S))
 
-    def _wait_at_gate(self) -> None:
-        if not self._gate.is_set():
-            self.idle.set()
-            self._gate.wait()
-            self.idle.clear()
-
     # --- kinds of calls; each returns what was wrong with the answer
 
     def _answered(self) -> str | None:
         began = time.perf_counter()
         body = self._body(tokens=self._chance.choice([8, 16, 32, 64]))
         wrong = self._post(body)
-        self._notes.answered_in(1000 * (time.perf_counter() - began))
+        self._notes.infer_ms.append(1000 * (time.perf_counter() - began))
         return wrong
 
     def _sampled(self) -> str | None:
@@ -123,11 +112,14 @@ class Client(threading.Thread):
         bad: list[tuple[int, Callable[[], httpx.Response]]] = [
             (422, lambda: self._send(self._broken_image())),
             (422, lambda: self._send(self._body(tokens=8) | {"colour": "red"})),
-            (400, lambda: self._http.post("/infer/", content=b'{"infer_requests": [')),
+            (
+                400,
+                lambda: self._http.post("/infer/", content=b'{"infer_requests": [', headers=JSON),
+            ),
             (404, lambda: self._http.get("/nothing/")),
             (405, lambda: self._http.get("/infer/")),
             (409, lambda: self._http.post("/update_weights/", json={"attempt": "none"})),
-            (413, lambda: self._http.post("/infer/", content=b" " * (MAX_BODY_MIB * 2**20 + 1))),
+            (413, lambda: self._http.post("/infer/", content=TOO_LARGE, headers=JSON)),
         ]
         status, call = self._chance.choice(bad)
         answer = call()

@@ -13,11 +13,11 @@ FULL_URL is given all weights, the adapter merged; ADAPTER_URL is given the adap
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from benchmarks.processes import end_with_benchmark
 from benchmarks.weight_sync import load_model
@@ -34,15 +34,15 @@ STEP = 0.02  # the deviation of what one step adds to the adapter
 
 
 class Learner:
-    def __init__(self, checkpoint: Path, full_url: str, adapter_url: str) -> None:
+    def __init__(self, checkpoint: Path, *urls: str) -> None:
         config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-        model = get_peft_model(cast(Any, load_model(checkpoint)), config)
-        assert isinstance(model, PeftModel)
+        model = get_peft_model(load_model(checkpoint), config)
         self._halves = [p for name, p in model.named_parameters() if "lora_B" in name]
         self._random = torch.Generator().manual_seed(0)
+        modes = [SyncMode.of(model, "full", False), SyncMode.of(model, "adapter", False)]
         self._pushers = [
-            _pusher(full_url, SyncMode.of(model, "full", fallback_to_full=False)),
-            _pusher(adapter_url, SyncMode.of(model, "adapter", fallback_to_full=False)),
+            WeightPusher(RolloutClient(url, TIMEOUT_S), port, mode, "gloo", BUCKET_BYTES)
+            for url, port, mode in zip(urls, free_ports(2), modes, strict=True)
         ]
         self._version = 0
 
@@ -59,27 +59,19 @@ class Learner:
     def push(self) -> dict[str, list[float]]:
         """Seconds of the push to each server."""
         self._version += 1
-        version = self._version
-        reports = in_parallel([lambda p=p: p.push(version) for p in self._pushers])  # type: ignore[misc]
-        return {"seconds": [report.seconds["total"] for report in reports]}
+        pushes = [partial(pusher.push, self._version) for pusher in self._pushers]
+        return {"seconds": [report.seconds["total"] for report in in_parallel(pushes)]}
 
     def close(self) -> None:
         for pusher in self._pushers:
             pusher.close()
 
 
-def _pusher(url: str, mode: SyncMode) -> WeightPusher:
-    client = RolloutClient(url, TIMEOUT_S)
-    (port,) = free_ports(1)
-    return WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
-
-
 def main() -> None:
     end_with_benchmark()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    checkpoint, full_url, adapter_url = sys.argv[1:]
-    learner = Learner(Path(checkpoint), full_url, adapter_url)
+    learner = Learner(Path(sys.argv[1]), *sys.argv[2:])
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         {"train": learner.train, "forget": learner.forget}[line.strip()]()

@@ -2,8 +2,7 @@
 
 An objective is one file here and one line of the registry (`learner/objectives/__init__.py`): the
 config's types, the JSON schema, the metrics and their reference all read the registry. The classes
-are part of the config, so their files import torch within functions only. See "Another objective"
-in docs/architecture.md.
+are part of the config: their files import torch within functions. CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations

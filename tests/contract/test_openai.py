@@ -288,7 +288,7 @@ def test_push_waits_for_a_stream_and_later_answers_have_the_new_version(
 def test_program_of_the_document_runs(
     served: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = Path(__file__).parents[2] / "docs" / "openai.md"
+    document = Path(__file__).parents[2] / "docs" / "server.md"
     (program,) = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
     given = {
         "http://127.0.0.1:8000": served.process.base_url,

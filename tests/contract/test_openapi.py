@@ -1,6 +1,6 @@
 """The OpenAPI document and property-based calls from it to a real server (WIRE-07).
 
-`make reliability` makes 100,000 such calls.
+`make reliability` runs this file with 20,000 examples of each operation.
 """
 
 import subprocess

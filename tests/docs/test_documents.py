@@ -14,7 +14,7 @@ from learner.config.schema import Config
 from rollout_server.settings.options import ServerSettings, load_settings
 from tests.docs.documents import ROOT, Block, World, blocks, open_world
 
-SHELL = [block for block in blocks("sh") if block.document != "docs/gpu-checklist.md"]
+SHELL = [block for block in blocks("sh") if block.document != "docs/gpus.md"]
 SERVE, TRAIN = (
     next(c for block in SHELL for c in block.commands if all(word in c for word in words))
     for words in (("rollout-server serve", "--device cpu"), ("learner train my_run.yaml",))

@@ -3,7 +3,6 @@
 Real processes. The answers come from the learner itself, greedily.
 """
 
-import io
 import json
 import os
 import random
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file
 
 from learner.analysis.replay.compare import compare
@@ -25,9 +23,7 @@ from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.runs.run_folder import RunFolder
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import run_quietly, small_mapping
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +80,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     data = make_data(folder / "data", train=SAMPLES, val=2, seed=0)
     world = World(folder, model, data)
     config = load_config(world.config(world.whole))
-    train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    run_quietly(config)
     return world
 
 

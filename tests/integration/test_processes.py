@@ -50,13 +50,7 @@ HALF = merge(CONSTANT, {"training": {"max_steps": 2}})
 # A head of its own, which FSDP2 shards apart from the embedding.
 UNTIED = {
     f"untied_{mode}_{count}": {"stage2_ab": {"n_softctx_iter": count, "softctx_grad_mode": mode}}
-    for count, mode in [
-        (1, "unroll"),
-        (2, "unroll"),
-        (2, "em_detach"),
-        (3, "unroll"),
-        (3, "em_detach"),
-    ]
+    for count, mode in [(1, "unroll"), (2, "em_detach"), (3, "unroll")]
 }
 ALSO_ALONE: dict[str, dict[str, Any]] = {
     "unroll": UNROLL,
@@ -243,14 +237,6 @@ def test_process_0_pushes_whole_weights_of_a_sharded_model(two: dict[str, Run]) 
     sharded = two["sharded_unroll"]
     assert list(sharded.pushed) == list(two["unroll"].weights[0])
     assert all(torch.equal(sharded.pushed[name], w) for name, w in sharded.weights[0].items())
-
-
-@pytest.mark.nightly
-@pytest.mark.req("DDP-02", "STEP-02")
-def test_four_processes_make_the_steps_of_one(world: World, alone: dict[str, Run]) -> None:
-    of_four = {"unroll": UNROLL, "sharded_unroll": merge(UNROLL, FSDP2)}
-    for one in torchrun(world, 4, of_four).values():
-        assert_same(alone["unroll"], one)
 
 
 @pytest.mark.req("DDP-02")

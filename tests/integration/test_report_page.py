@@ -11,7 +11,7 @@ from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.report.run_page import write_report
 from learner.runs.rollout_log import StepAnswer
 from learner.types import GroundTruthObject, Shape
-from tests.browser import Theme, eventually, opened, running_browser
+from tests.browser import eventually, opened, running_browser
 from tests.unit.eval_answers import DATA, answers
 from tests.unit.report_folder import B, Box, MadeRun, answer, call_line, draw_image, step_line
 
@@ -153,21 +153,6 @@ def test_text_of_answers_is_inert_and_can_be_searched(browser: Browser, report: 
         page.locator("select[name=fault]").select_option("")
         page.get_by_role("searchbox", name="Search").fill("ЛОВУШКА")
         expect(cards(page)).to_contain_text(["train.jsonl:100"])
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_page_fits_a_phone_and_has_two_themes(browser: Browser, report: Path, theme: Theme) -> None:
-    with opened(browser, report, theme=theme, width=360, height=640) as watched:
-        page = watched.page
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        levels = [int(level) for level in re.findall(r"\d+", ground)[:3]]
-        assert (min(levels) > 180) if theme == "light" else (max(levels) < 70)
-        eventually(lambda: page.evaluate("document.documentElement.scrollWidth") <= 360)
-        cards(page).first.locator("a").focus()
-        page.keyboard.press("Enter")
-        expect(page.locator("#detail")).to_be_visible()
-        page.keyboard.press("Escape")
-        expect(cards(page).first.locator("a")).to_be_focused()
 
 
 @pytest.mark.req("EVAL-01")

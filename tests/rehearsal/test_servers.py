@@ -41,7 +41,7 @@ def named(path: Path) -> str:
     return str(path.relative_to(CONFIGS).with_suffix(""))
 
 
-# Memory of the GPU in docs/full-size.md, by profile.
+# Memory of the GPU in docs/gpus.md, by profile.
 GIB = {path: 24.0 if path.stem == "2b_full_fsdp2" else 80.0 for path in PROFILES}
 
 # Values of CUDA_VISIBLE_DEVICES for a server on GPUs 0 and 1.

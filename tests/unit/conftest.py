@@ -8,6 +8,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
+from learner.types import Sample
+from tests.unit.mixed_samples import mixed_samples
 from tests.unit.toy_bpe import train_toy_tokenizer
 from tests.unit.trained_run import trained_run as trained_run  # a fixture
 
@@ -32,3 +34,9 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     """Each of the two in turn."""
     chosen: PreTrainedTokenizerFast = request.getfixturevalue(f"{request.param}_tokenizer")
     return chosen
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    """Samples that differ in all that a pack has to keep apart."""
+    return mixed_samples(tmp_path_factory.mktemp("mixed"))

@@ -1,5 +1,7 @@
 """A training run of seconds on the toy model: its config, its parts, hand-made answers."""
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,20 @@ def written(*objects: GroundTruthObject) -> str:
 def rollout(prompt_ids: list[int], answer_ids: list[int]) -> RolloutOutput:
     """What a backend returns for these ids."""
     return RolloutOutput(prompt_ids, answer_ids, "", "stop", False, (1, 1), None)
+
+
+def run_quietly(config: Config) -> Path:
+    """Train; returns the run folder."""
+    from rich.console import Console
+
+    # Seconds, which pure tests do without.
+    from learner.training.input_checks import check_inputs
+    from learner.training.train import train
+
+    return train(config, check_inputs(config), [], Console(file=io.StringIO()))
+
+
+def metric_lines(folder: Path, key: str = "") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, or those that have `key`."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if not key or key in line]

@@ -22,7 +22,7 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
-from learner.runs.metrics import PhaseClock, StepReport
+from learner.runs.metrics import PhaseClock
 from learner.stages.packing import Part
 from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
@@ -32,31 +32,27 @@ from learner.training.synchronous_rollouts import Packer, PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode
 from tests.unit.fleets import wait_until
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import rollout, small_config, written
-from tests.unit.test_step import Parts
+from tests.unit.small_run import small_config
+from tests.unit.test_step import Parts, Scripted
 
 PATIENCE_S = 60.0
 BATCH = 2
 
 
-class Servers:
+class Servers(Scripted):
     """A backend that gives an answer when the test allows it.
 
-    asked: sample ids of each call, when it begins. seeds: of the first request of each call.
-    fails: raised in place of the next answers.
+    asked: sample ids of each call, when it begins. fails: raised in place of the next answers.
     """
 
     def __init__(self, samples: Sequence[Sample], parts: Parts, *, free: bool = False) -> None:
+        super().__init__(samples, parts)
         self.asked: Queue[list[str]] = Queue()
-        self.seeds: list[int | None] = []
         self.pushed: list[int] = []
         self.fails: list[Exception] = []
         self.closed = False
-        self._samples = {sample.sample_id: sample for sample in samples}
-        self._parts = parts
         self._allowed = threading.Semaphore(10**6 if free else 0)
         self._busy = threading.Lock()
 
@@ -64,12 +60,13 @@ class Servers:
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         with self._busy:
-            self.seeds.append(request_config.seed)
             self.asked.put([str(request.uuid) for request in requests])
             assert self._allowed.acquire(timeout=PATIENCE_S)
             if self.fails:
                 raise self.fails.pop(0)
-            return [self._answer(str(request.uuid)) for request in requests]
+            answers = super().rollout(requests, request_config)
+            version = (self.pushed[-1], self.pushed[-1])
+            return [replace(answer, weights_version=version) for answer in answers]
 
     def push_weights(self, version: int) -> None:
         assert self._busy.acquire(blocking=False), "no call runs while weights are pushed"
@@ -85,12 +82,6 @@ class Servers:
 
     def next_asked(self) -> list[str]:
         return self.asked.get(timeout=PATIENCE_S)
-
-    def _answer(self, sample_id: str) -> RolloutOutput:
-        sample = self._samples[sample_id]
-        ids = encode(self._parts.loaded.tokenizer, written(*sample.objects[:1]))
-        output = rollout(self._parts.encode(sample).ids.tolist(), ids)
-        return replace(output, weights_version=(self.pushed[-1], self.pushed[-1]))
 
 
 class WatchedBuffer(RolloutBuffer[MadeBatch]):
@@ -260,21 +251,6 @@ def test_every_sample_is_trained_on_once_with_early_and_late_answers(
         assert {channel for channel, _ in steps} == {"A"}
 
 
-@pytest.mark.req("ASYNC-01")
-def test_channel_a_does_not_take_a_batch_that_is_being_answered(actor_of: ActorOf) -> None:
-    actor = actor_of()
-    actor.begin(0)
-    assert actor.servers.next_asked() == actor.ids(0)
-    assert list(actor.source.samples(0, [])) == list(actor.batch(1))
-    assert actor.make_ready() == 0
-    assert actor.source.ready(1)
-    feed = actor.feed(1)
-    assert [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs] == [
-        actor.ids(0)
-    ]
-    assert actor.servers.next_asked() == actor.ids(2)
-
-
 @pytest.mark.req("STEP-02", "ASYNC-01")
 def test_at_the_end_channel_a_takes_the_batches_without_answers(actor_of: ActorOf) -> None:
     actor = actor_of(total=3, prefetch_target_packs=2)
@@ -309,15 +285,6 @@ def test_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
 # --- Versions ---------------------------------------------------------------------------
 
 
-@pytest.mark.req("ASYNC-01", "SYNC-09")
-def test_weights_are_pushed_before_the_first_step_and_at_the_interval(actor_of: ActorOf) -> None:
-    actor = actor_of(free=True, sync_every_steps=3)
-    for step in range(6):
-        step_of(actor, step)
-        assert actor.policy.version == 1 + step // 3
-    assert actor.servers.pushed == [1, 2]
-
-
 @pytest.mark.req("SYNC-09", "ASYNC-01")
 def test_push_waits_for_answers_and_no_request_is_sent_before_it_ends(actor_of: ActorOf) -> None:
     actor = actor_of()
@@ -348,20 +315,6 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
         yield entered
         leave.set()
         over.result()
-
-
-@pytest.mark.req("ASYNC-01", "SYNC-09")
-def test_push_of_an_evaluation_postpones_the_next_push(actor_of: ActorOf) -> None:
-    actor = actor_of(free=True, sync_every_steps=2)
-    step_of(actor, 0)
-    with actor.source.exclusive_access():
-        actor.policy.push_if_stale()
-    step_of(actor, 1)
-    assert actor.policy.version == 2
-    step_of(actor, 2)
-    assert actor.policy.version == 2, "one update since the evaluation"
-    step_of(actor, 3)
-    assert actor.policy.version == 3
 
 
 # --- Scenarios ----------------------------------------------------------------------------
@@ -428,35 +381,6 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
 # --- Several processes ------------------------------------------------------------------
 
 
-@pytest.mark.req("ASYNC-01", "DDP-01", "STEP-02")
-def test_channel_b_runs_only_where_every_process_has_a_batch(
-    config: Config, samples: list[Sample]
-) -> None:
-    both = threading.Barrier(2)
-    of_ranks = [Parts(config), Parts(config)]
-
-    def steps(peers: Peers) -> list[StepReport]:
-        parts = of_ranks[peers.rank]
-        actor = Actor(parts, config, samples, total=3, peers=peers)
-        runner, model = actor.runner(), parts.loaded.model
-        actor.begin(0)
-        reports: list[StepReport] = []
-        for ready_before in ([0], [1]):
-            if peers.rank in ready_before:
-                actor.make_ready()
-            both.wait(PATIENCE_S)
-            step = len(reports)
-            reports.append(runner.run(model, actor.batch(step), step, PlainEngine())[1])
-        actor.source.close()
-        return reports
-
-    skipped = f"{ASYNC}/b_step_skipped_due_to_queue"
-    for rank in in_ranks(2, steps):
-        reports = rank.result()
-        assert [report.channel for report in reports] == ["A", "B"]
-        assert [report.metrics.get(skipped) for report in reports] == [1, None]
-
-
 @pytest.mark.req("ASYNC-01", "DDP-01")
 def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     parts: Parts, config: Config, samples: list[Sample]
@@ -474,22 +398,6 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
 
     told = [rank.result() for rank in in_ranks(2, failing)]
     assert told == ["learner process 1 failed: the server refuses", "the server refuses"]
-
-
-@pytest.mark.req("ASYNC-01", "SYNC-08")
-def test_processes_at_different_versions_end_the_run(
-    parts: Parts, config: Config, samples: list[Sample]
-) -> None:
-    def differing(peers: Peers) -> str:
-        actor = Actor(parts, config, samples, total=3, peers=peers, free=True)
-        actor.opened.version.newest = peers.rank
-        with pytest.raises(RunError) as caught:
-            actor.begin(4)
-        actor.source.close()
-        return str(caught.value)
-
-    found = "before step 5 the processes are at the versions [0, 1]"
-    assert [rank.result() for rank in in_ranks(2, differing)] == [found, found]
 
 
 # --- Beginning and end ------------------------------------------------------------------
@@ -551,24 +459,6 @@ def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
 
 
 @pytest.mark.req("ASYNC-01")
-def test_age_of_a_batch_is_that_of_its_oldest_part() -> None:
-    buffer = buffer_at(2, window=1)
-    assert buffer.begin_now() == 0
-    buffer.put(Ready(0, [Part(1, ["a"]), Part(2, ["b"])]))
-    buffer.refresh(3)
-    assert (buffer.dropped_stale, buffer.has_ready()) == (2, False)
-
-
-@pytest.mark.req("ASYNC-01")
-def test_batch_without_a_usable_answer_counts_as_one_pack() -> None:
-    buffer = buffer_at(1, limit=2)
-    for _ in range(2):
-        make(buffer, 1, packs=0)
-    assert buffer.packs == 2
-    assert buffer.begin_now() is None
-
-
-@pytest.mark.req("ASYNC-01")
 def test_batch_that_never_fits_is_a_contract_error() -> None:
     buffer = buffer_at(3, limit=4)
     make(buffer, 2)
@@ -599,24 +489,6 @@ def test_invalid_batch_is_refused_with_the_state_of_the_buffer(broken: Ready, fo
     assert "batch 0 of version 3 in 1 packs; newest version 3, version_window 2" in str(
         caught.value
     )
-
-
-@pytest.mark.req("ASYNC-01")
-def test_newest_version_never_decreases() -> None:
-    with pytest.raises(RunError, match=r"version 2, and before: .* newest version 3"):
-        buffer_at(3).refresh(2)
-
-
-@pytest.mark.req("ASYNC-01")
-def test_begin_waits_for_room_for_a_batch_of_the_largest_size() -> None:
-    buffer = buffer_at(1, limit=3, target=3)
-    assert buffer.begin() == 0
-    buffer.put(ready(0, 1, packs=2))
-    assert buffer.begin_now() is None, "two more packs would be four"
-    with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(buffer.begin)
-        buffer.take(0)
-        assert begun.result() == 1
 
 
 TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4

@@ -12,18 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.models import attention
 from learner.models.attention import (
     PACKED,
-    PACKED_IMAGES,
     attention_of,
-    image_attention,
     packed_attention,
     packed_bounds,
 )
@@ -105,20 +101,6 @@ def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> Non
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_segments_that_differ_little_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def count(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        calls.append((q.shape[0], q.shape[2]))
-        return scaled_dot_product_attention(q, k, v, **kwargs)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
-    for lengths in ([9, 10, 8], [3, 30, 1]):
-        q, k, v = of_lengths(lengths)
-        packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of(lengths))
-    assert calls == [(3, 10), (1, 3), (1, 30), (1, 1)]
-
-
 def test_on_cuda_one_kernel_takes_all_segments() -> None:
     """On fake tensors; its sums of squares are those of the segments."""
     shapes = Shapes()
@@ -130,13 +112,6 @@ def test_on_cuda_one_kernel_takes_all_segments() -> None:
         )
     assert found.shape == (1, 4096, 4, 8)
     assert not shapes.with_sides(4096, 4096)
-
-
-def test_queries_and_keys_compute_in_the_type_of_autocast() -> None:
-    q, k, v = of_lengths([4, 5])
-    with torch.autocast("cpu", torch.bfloat16):
-        found, _ = packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of([4, 5]))
-    assert found.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])
@@ -157,39 +132,6 @@ def test_no_tensor_has_the_length_of_the_row_twice(
     with dense:
         learner.loss(pack).total.backward()
     assert dense.with_sides(len(pack), len(pack))
-
-
-@pytest.mark.req("PACK-04")
-def test_under_autocast_gradients_of_a_pack_are_those_of_the_segments_alone(
-    loaded: LoadedModel, samples: list[Sample]
-) -> None:
-    learner = ToyLearner(loaded)
-    whole = learner.pack(samples)
-    totals = learner.pipeline.select(whole.supervision, "A").totals
-    with torch.autocast("cpu", torch.bfloat16):
-        packed = learner.loss(whole)
-        alone = [learner.loss(learner.pack([each]), totals=totals) for each in samples]
-    wanted = torch.cat([each.flatten() for each in learner.gradients(*alone).values()])
-    found = torch.cat([each.flatten() for each in learner.gradients(packed).values()])
-    assert (found - wanted).norm() / wanted.norm() < 2e-2
-
-
-@pytest.mark.req("PACK-04")
-def test_a_row_whose_bounds_are_lost_is_noticed(loaded: LoadedModel) -> None:
-    class Lost(torch.nn.Module):
-        """A model whose attention gets no bounds."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = loaded.model
-
-        def forward(self, **kwargs: object) -> object:
-            kept = {k: v for k, v in kwargs.items() if not k.startswith(("cu_seq", "max_len"))}
-            return self.inner(**kept)
-
-    check_packing(loaded.model)
-    with pytest.raises(ContractError, match=r"training\.packing"):
-        check_packing(Lost())
 
 
 def test_a_forward_without_bounds_is_that_of_sdpa(
@@ -214,13 +156,6 @@ def test_a_forward_without_bounds_is_that_of_sdpa(
     assert torch.allclose(alone, wanted, atol=1e-5)
 
 
-def test_auto_attends_within_segments_and_images(loaded: LoadedModel) -> None:
-    model: Any = loaded.model
-    config = model.config
-    assert config.get_text_config()._attn_implementation == PACKED
-    assert config.vision_config._attn_implementation == PACKED_IMAGES
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("choice", ["sdpa", "eager"])
 def test_images_within_bounds_equal_images_one_by_one(
@@ -239,25 +174,6 @@ def test_images_within_bounds_equal_images_one_by_one(
     assert any("visual" in name for name, gradient in wanted.items() if gradient.any())
     for name, gradient in wanted.items():
         assert torch.allclose(found[name], gradient, atol=1e-5), name
-
-
-@pytest.mark.parametrize("lengths", [[4], [6, 6, 6], [9, 10, 8]], ids=["one", "equal", "loop"])
-def test_patches_see_all_patches_of_their_image_alone(lengths: list[int]) -> None:
-    q, k, v = (tensor.requires_grad_() for tensor in of_lengths(lengths, kv_heads=4))
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    bounds: dict[str, Any] = {"patch_bounds": starts, "longest_image": max(lengths)}
-    found, _ = image_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds)
-    alone = [
-        ((a @ b.transpose(2, 3) * 0.5).softmax(-1) @ c).transpose(1, 2)
-        for a, b, c in zip(*(t.split(lengths, 2) for t in (q, k, v)), strict=True)
-    ]
-    wanted = torch.cat(alone, 1)
-    assert torch.allclose(found, wanted, atol=1e-6)
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
-    ours = torch.autograd.grad((found * weights).sum(), (q, k, v))
-    theirs = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: list[Sample]) -> None:

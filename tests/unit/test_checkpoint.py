@@ -204,36 +204,3 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4.broken"]
     save(tmp_path, 4)
     assert newest_whole(tmp_path)[1] == []
-
-
-def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4.broken").mkdir()
-    (tmp_path / "checkpoint-5").write_text("a file")
-    assert newest_whole(tmp_path) == (None, [])
-    assert newest_whole(tmp_path / "absent") == (None, [])
-
-
-@pytest.mark.req("RUN-01", "DDP-01")
-def test_a_failed_rank_removes_the_folder_only_after_all_ranks_have_written(
-    tmp_path: Path,
-) -> None:
-    failed = threading.Event()
-
-    def saved(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers)
-
-        def write() -> None:
-            part = checkpoints.unfinished / "checkpoint-2"
-            part.mkdir(parents=True, exist_ok=True)
-            if peers.rank == 0:
-                failed.set()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            assert failed.wait(60)
-            (part / "late").write_text("written after the failure")
-
-        checkpoints.save(2, write)
-
-    for outcome in in_ranks(2, saved):
-        assert "No space left on device" in str(outcome.exception())
-        assert isinstance(outcome.exception(), RunError)
-    assert list(tmp_path.iterdir()) == []

@@ -3,10 +3,7 @@
 import json
 import math
 import re
-from copy import deepcopy
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,28 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.config import load_mapping, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
-from learner.objectives.pipeline import PackLoss
 from learner.stages.formats.coord_json import CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
 from learner.types import AssessedRollout, Duplicate, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
-from tests.unit.config_faults import ALIGNED, CONFIGS, changed, errors_of, only_error
-from tests.unit.loss_rows import (
-    COORD_IDS,
-    TEXT_IDS,
-    VOCAB,
-    Case,
-    declared,
-    duplicate_ul,
-    make_row,
-)
 from tests.unit.small_run import rollout
-
-TWO_CHANNEL = load_mapping(CONFIGS / "stage2_two_channel" / "smoke" / "default.yaml")
 
 MATCHING = MatchingConfig()
 CAT_BINS, DOG_BINS = CAT.shape.coords, DOG.shape.coords
@@ -292,109 +275,4 @@ def test_unlikelihood_is_finite_however_sure_the_model_is(nll: float) -> None:
         assert given.grad.item() == pytest.approx(-1 / LEAST_NLL, rel=0.01)
 
 
-def loss_of_departure(token: int, target: int, radius: int | None) -> PackLoss:
-    """Where all tokens of a vocabulary of `VOCAB` are equally likely, in the place of `target`."""
-    row = make_row([Role.PROMPT, Role.FALSE_POSITIVE, Role.CLOSURE], [False] * 3, [], [])
-    row.input_ids[1] = target
-    row = replace(row, departures=torch.tensor([[1, token]]))
-    case = Case(declared(duplicate_ul(weight=1.0, radius=radius)), row, "B")
-    return case.loss([torch.zeros(3, VOCAB, dtype=torch.float64)])
-
-
-@pytest.mark.req("CLEAN-02")
-@pytest.mark.parametrize(
-    ("bin_", "target", "radius", "together"),
-    [
-        (300, COORD_IDS[310], None, 1),
-        (300, COORD_IDS[310], 0, 1),
-        (300, COORD_IDS[310], 4, 9),
-        (300, COORD_IDS[310], 16, 21),  # 284 to 304
-        (300, COORD_IDS[299], 16, 17),  # 300 to 316
-        (300, TEXT_IDS[0], 16, 33),
-        (998, TEXT_IDS[0], 16, 18),  # 982 to 999
-    ],
-)
-def test_bins_within_the_radius_and_nearer_than_the_target_are_one_with_a_coordinate(
-    bin_: int, target: int, radius: int | None, together: int
-) -> None:
-    loss = loss_of_departure(COORD_IDS[bin_], target, radius)
-    assert loss.total.item() == pytest.approx(-math.log(1 - together / VOCAB))
-
-
-@pytest.mark.req("CLEAN-02")
-def test_a_word_departs_only_without_a_radius() -> None:
-    assert loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], None).total.item() > 0
-    assert not loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], 16).atoms
-
-
 # ---- the config ----------------------------------------------------------------------
-
-DUPLICATE_UL = {
-    "name": "duplicate_ul",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {"radius": None},
-}
-
-
-def with_unlikelihood(base: dict[str, Any], **entry: Any) -> dict[str, Any]:
-    mapping = deepcopy(base)
-    mapping["stage2_ab"]["pipeline"]["objective"].append({**DUPLICATE_UL, **entry})
-    return mapping
-
-
-@pytest.mark.req("CLEAN-01", "CLEAN-02")
-def test_a_clean_prefix_is_declared_and_the_default_is_verbatim() -> None:
-    assert parse_config(TWO_CHANNEL).duplicate_iou is None
-    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
-    assert parse_config(clean).duplicate_iou == 0.9
-    nearer = changed("stage2_ab.channel_b.duplicate_iou", 0.7, clean)
-    assert parse_config(with_unlikelihood(nearer)).duplicate_iou == 0.7
-
-
-CLEAN = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
-ALIGNED_CLEAN = deepcopy(ALIGNED)
-ALIGNED_CLEAN["rollout_matching"]["pipeline"]["objective"].append(DUPLICATE_UL)
-
-
-@pytest.mark.req("CLEAN-01", "CLEAN-02")
-@pytest.mark.parametrize(
-    ("mapping", "where", "found"),
-    [
-        (
-            with_unlikelihood(TWO_CHANNEL),
-            r"stage2_ab\.pipeline\.objective\[\d\]",
-            "prefix is verbatim: no duplicate is removed",
-        ),
-        (
-            with_unlikelihood(CLEAN, channels=["A", "B"]),
-            r".*\.channels",
-            "channel A has no answers",
-        ),
-        *(
-            (with_unlikelihood(CLEAN, config={"radius": radius}), r".*\.config\.radius", "")
-            for radius in (-1, 1000, 2.5)
-        ),
-        (ALIGNED_CLEAN, ".*", "stage2_rollout_aligned keeps the answers as they are"),
-        *(
-            (changed(f"stage2_ab.channel_b.{key}", value, TWO_CHANNEL), rf".*\.{key}", "")
-            for key, value in (("prefix", "tidy"), ("duplicate_iou", 0))
-        ),
-    ],
-    ids=["verbatim", "channel A", "below 0", "too far", "a fraction", "aligned", "prefix", "iou"],
-)
-def test_what_has_no_clean_prefix_is_refused(
-    mapping: dict[str, Any], where: str, found: str
-) -> None:
-    error = only_error(mapping)
-    assert re.fullmatch(where, error.where)
-    assert found in error.found
-
-
-@pytest.mark.req("CLEAN-01", "CLEAN-02")
-def test_unlikelihood_that_is_off_needs_no_clean_prefix() -> None:
-    parse_config(with_unlikelihood(TWO_CHANNEL, enabled=False))
-    parse_config(with_unlikelihood(CLEAN, config={"radius": 16}))
-    error = errors_of({**ALIGNED, "stage2_ab": TWO_CHANNEL["stage2_ab"]})["stage2_ab"]
-    assert "stage2_rollout_aligned" in error.found

@@ -135,6 +135,12 @@ def test_unprintable_characters_are_escaped(text: str, shown: str) -> None:
             2,
         ),
         (RunError("it printed \x07\nand ended"), "error: it printed \\x07\nand ended\n", 1),
+        (
+            PermissionError(13, "Permission denied", "model/config.json"),
+            f"error: model/config.json\n  found: the user {os.geteuid()} may not access it "
+            "(Permission denied)\n  do: Give this user access to it and to the folders above it\n",
+            2,
+        ),
     ],
 )
 def test_an_error_message_has_no_control_characters(

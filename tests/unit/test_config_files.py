@@ -1,17 +1,32 @@
-"""Config files: YAML and `extends`."""
+"""Config files: YAML, `extends`, the canonical profiles, what is shipped, and the JSON Schema."""
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from typer.testing import CliRunner
 
-from learner.config import dump_mapping, load_mapping
+from learner.cli import app
+from learner.config import dump_mapping, dump_resolved, load_config, load_mapping, parse_config
+from learner.config.json_schema import json_schema, schema_text
+from learner.config.load import LEAF_FIELDS, canonical_variant, dotted
 from learner.config.yaml12 import read_mapping
+from learner.objectives.config import PipelineConfig
 from shared_contracts.errors import ContractError
-from tests.unit.config_faults import written
+from shared_contracts.yaml12 import Steps
+from tests.unit.config_faults import (
+    CONFIGS,
+    SHIPPED,
+    changed,
+    config_name,
+    written,
+)
 
 
 def error_of(path: Path) -> ContractError:
@@ -142,10 +157,262 @@ def test_a_bad_extends_is_refused(tmp_path: Path, extends: str, found: str) -> N
     assert found in error.found
 
 
+# --- canonical profiles and shipped files -----------------------------------------------
+
+
+TWO_CHANNEL = CONFIGS / "stage2_two_channel"
+FOLDERS = ("prod", "smoke")
+
+
+def faults_of(path: Path) -> list[ContractError]:
+    with pytest.raises(ContractError) as caught:
+        load_config(path)
+    return caught.value.errors
+
+
+@pytest.fixture(params=list(LEAF_FIELDS))
+def profiles(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the shipped profiles of one variant, to break."""
+    for path in (CONFIGS / request.param).rglob("*.yaml"):
+        written(tmp_path / path.relative_to(CONFIGS), path.read_text(encoding="utf-8"))
+    copy: Path = tmp_path / request.param
+    return copy
+
+
+@pytest.mark.req("CFG-04", "RES-02", "MET-03")
+@pytest.mark.scenario(
+    "One-hop profile inheritance passes validation",
+    "Downstream profile with explicit high-signal fields is accepted",
+)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_one_hop_leaf_loads_and_so_does_its_run_folder(
+    profiles: Path, tmp_path: Path, folder: str
+) -> None:
+    config = load_config(profiles / folder / "default.yaml")
+    assert config.training.run_name.endswith(folder)
+    assert config.custom.trainer_variant == profiles.name
+    run = tmp_path / config.training.output_dir.relative_to(Path.cwd())
+    assert run.parts[-2:] == (profiles.name, folder)
+    resolved = written(run / "resolved_config.yaml", dump_resolved(config))
+    assert load_config(resolved) == config
+
+
 @pytest.mark.req("CFG-04")
-def test_a_circle_of_extends_is_refused_with_the_chain(tmp_path: Path) -> None:
-    first = written(tmp_path / "a.yaml", "extends: b.yaml\n")
-    second = written(tmp_path / "b.yaml", "extends: a.yaml\n")
-    error = error_of(first)
-    assert error.where == f"{second}: extends"
-    assert "a.yaml -> " in error.found
+@pytest.mark.scenario(
+    "Missing explicit run identity fails fast", "Missing explicit model path fails fast"
+)
+def test_a_leaf_states_each_high_signal_field_itself(profiles: Path) -> None:
+    path = written(profiles / "prod" / "bare.yaml", "extends: ../base.yaml\n")
+    errors = faults_of(path)
+    fields = LEAF_FIELDS[profiles.name]
+    assert tuple(error.where for error in errors) == fields
+    assert len(fields) == (14 if profiles.name == "stage2_two_channel" else 12)
+    assert all("base.yaml" in error.found and str(path) in error.do for error in errors)
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Multi-hop profile inheritance fails fast")
+def test_a_second_hop_is_refused_with_the_chain_and_the_base(profiles: Path) -> None:
+    leaf = read_mapping(profiles / "smoke" / "default.yaml")
+    written(profiles / "smoke" / "mid.yaml", dump_mapping(leaf))
+    path = written(profiles / "smoke" / "leaf.yaml", dump_mapping(leaf | {"extends": "mid.yaml"}))
+    (error,) = faults_of(path)
+    assert error.where == f"{path}: extends"
+    assert "leaf.yaml -> " in error.found
+    assert "mid.yaml -> " in error.found
+    assert "../base.yaml" in error.do
+    base = profiles / "base.yaml"
+    written(profiles / "root.yaml", "data: {shuffle: true}\n")
+    written(base, f"extends: root.yaml\n{base.read_text(encoding='utf-8')}")
+    (error,) = faults_of(profiles / "prod" / "default.yaml")
+    assert "root.yaml" in error.found
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Dual-parent smoke inheritance fails fast")
+@pytest.mark.parametrize("extends", [None, ["../base.yaml", "../prod/default.yaml"]])
+def test_a_leaf_has_exactly_one_parent(profiles: Path, extends: Any) -> None:
+    leaf = read_mapping(profiles / "smoke" / "default.yaml")
+    del leaf["extends"]
+    path = profiles / "smoke" / "odd.yaml"
+    written(path, dump_mapping(leaf if extends is None else leaf | {"extends": extends}))
+    assert f"{path}: extends" in [error.where for error in faults_of(path)]
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Canonical profile discovery is scoped to prod/smoke")
+def test_only_prod_and_smoke_hold_canonical_leaves(
+    profiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert canonical_variant(profiles / "prod" / "x.yaml")
+    assert canonical_variant(profiles / "smoke" / ".." / "prod" / "x.yaml")
+    assert not canonical_variant(profiles / "base.yaml")
+    assert not canonical_variant(profiles / "other" / "x.yaml")
+    assert not canonical_variant(profiles / "prod" / "old" / "x.yaml")
+    assert not canonical_variant(profiles.parent / "demo" / "prod" / "x.yaml")
+    monkeypatch.chdir(profiles / "smoke")
+    assert canonical_variant(Path("../prod/x.yaml"))
+
+
+# --- Shipped files ----------------------------------------------------------------------
+
+
+@pytest.mark.req("CFG-04", "CFG-02", "CFG-09")
+@pytest.mark.scenario(
+    "sft injection contract remains stable", "Runtime rollout injection path stays stable"
+)
+@pytest.mark.parametrize("path", SHIPPED, ids=config_name)
+def test_every_shipped_config_loads_and_its_resolved_form_loads_equal(
+    path: Path, tmp_path: Path
+) -> None:
+    config = load_config(path)
+    resolved = written(tmp_path / "resolved_config.yaml", dump_resolved(config))
+    assert load_config(resolved) == config
+    assert "extends" not in read_mapping(resolved)
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.parametrize("path", sorted(TWO_CHANNEL.glob("gpu/*.yaml")), ids=config_name)
+def test_a_profile_of_a_gpu_is_a_canonical_leaf_but_for_its_folder(
+    path: Path, tmp_path: Path
+) -> None:
+    """Profiles beside prod and smoke are bound to one hop and the explicit fields, too."""
+    folder = tmp_path / TWO_CHANNEL.name
+    written(folder / "base.yaml", (TWO_CHANNEL / "base.yaml").read_text(encoding="utf-8"))
+    leaf = written(folder / "prod" / path.name, path.read_text(encoding="utf-8"))
+    assert canonical_variant(leaf)
+    assert load_config(leaf) == load_config(path)
+
+
+def weights_of(pipeline: PipelineConfig) -> dict[str, Any]:
+    return {
+        key: value
+        for module in pipeline.objective
+        if module.name != "token_ce"
+        for key, value in module.config.model_dump().items()
+    }
+
+
+BASE_WEIGHTS = {"ciou_weight": 0.5, "coord_ce_weight": 0, "soft_ce_weight": 0.02, "w1_weight": 0.02}
+PROD_WEIGHTS = {"ciou_weight": 0.2, "coord_ce_weight": 0.02, "soft_ce_weight": 0.1}
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.scenario(
+    "Canonical smoke leaves inherit base CIoU/soft-CE/W1 defaults",
+    "Canonical prod leaves pin explicit CIoU/soft-CE/W1 overrides",
+)
+@pytest.mark.parametrize(
+    ("path", "own", "expected"),
+    [
+        ("base.yaml", True, BASE_WEIGHTS),
+        ("smoke/default.yaml", False, BASE_WEIGHTS),
+        ("prod/default.yaml", True, PROD_WEIGHTS | {"w1_weight": 0.1, "target_truncate": 8}),
+    ],
+)
+def test_the_weights_of_the_two_channel_profiles(
+    path: str, own: bool, expected: dict[str, float]
+) -> None:
+    assert ("pipeline" in read_mapping(TWO_CHANNEL / path)["stage2_ab"]) == own
+    weights = weights_of(load_config(TWO_CHANNEL / path).pipeline)
+    assert weights["smoothl1_weight"] == 2.0
+    assert {key: weights[key] for key in expected} == expected
+
+
+# --- the JSON Schema for editors --------------------------------------------------------
+
+
+SCHEMA = CONFIGS / "schema.json"
+VALIDATOR = Draft202012Validator(json_schema())
+
+shipped = pytest.mark.parametrize("path", SHIPPED, ids=config_name)
+
+
+def complaints(mapping: dict[str, Any]) -> dict[str, str]:
+    """The messages of the schema, by path."""
+    return {e.json_path.removeprefix("$."): e.message for e in VALIDATOR.iter_errors(mapping)}
+
+
+def spots(value: Any, at: Steps = ()) -> Iterator[Steps]:
+    """Every path of a config, but for the free section."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for step, item in items:
+        yield (*at, step)
+        if isinstance(item, dict | list | tuple) and step != "extra":
+            yield from spots(item, (*at, step))
+
+
+def placed(mapping: dict[str, Any], steps: Steps, value: Any) -> dict[str, Any]:
+    """A copy of the mapping with another value at a path."""
+    return changed(".".join(map(str, steps)), value, mapping)
+
+
+def resolved(path: Path, folder: Path) -> dict[str, Any]:
+    return read_mapping(written(folder / "resolved.yaml", dump_resolved(load_config(path))))
+
+
+@pytest.mark.req("CFG-10")
+def test_the_committed_schema_is_current_and_of_draft_2020_12() -> None:
+    Draft202012Validator.check_schema(json_schema())
+    assert json_schema()["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
+    do = "run `learner config schema --out configs/schema.json`"
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), do
+
+
+@pytest.mark.req("CFG-10")
+def test_the_command_prints_the_schema_or_replaces_a_file_at_once(tmp_path: Path) -> None:
+    out = written(tmp_path / "schema.json", "{}")
+    with out.open() as before:
+        done = CliRunner().invoke(app, ["config", "schema", "--out", str(out)])
+        assert (done.exit_code, done.stdout, before.read()) == (0, "", "{}")
+    printed = CliRunner().invoke(app, ["config", "schema"]).stdout
+    assert printed == out.read_text(encoding="utf-8") == schema_text()
+
+
+@pytest.mark.req("CFG-10")
+@shipped
+def test_every_shipped_config_names_its_schema_and_is_valid(path: Path, tmp_path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert found
+    assert (path.parent / found[1]).resolve() == SCHEMA
+    assert complaints(read_mapping(path)) == {}
+    assert complaints(resolved(path, tmp_path)) == {}
+
+
+# One config of each variant: what holds for its keys holds for those of the others.
+variants = pytest.mark.parametrize(
+    "path", [CONFIGS / "demo/warmup.yaml", CONFIGS / "stage2_rollout_aligned/base.yaml"]
+)
+
+
+@pytest.mark.req("CFG-10")
+@variants
+def test_schema_and_loader_agree_on_every_key(path: Path, tmp_path: Path) -> None:
+    """On null, on an unknown key beside it, and on a value of a wrong type."""
+    mapping, taken = resolved(path, tmp_path), 0
+    for steps in spots(mapping):
+        null = placed(mapping, steps, None)
+        try:
+            parse_config(null)
+        except ContractError:
+            pass
+        else:
+            taken += 1
+            assert complaints(null) == {}, dotted(steps)
+        wrong = placed(mapping, steps, [["neither", "this"], {"nor": "that"}])
+        assert complaints(wrong), dotted(steps)
+        if isinstance(steps[-1], str) and steps[-2:] != ("custom", "extra"):
+            assert complaints(placed(mapping, (*steps[:-1], "no_such_key"), 1)), dotted(steps)
+    assert taken > 15
+
+
+@pytest.mark.req("CFG-10")
+def test_a_complaint_is_about_the_key_that_is_wrong() -> None:
+    wrong = {"training": {"max_steps": "many", "learning_rat": 1}, "tuner": {"lora_rank": 0}}
+    assert set(complaints(wrong)) == {"training", "training.max_steps", "tuner"}
+
+
+@pytest.mark.req("CFG-10")
+def test_a_file_that_extends_another_may_leave_everything_to_it() -> None:
+    assert complaints({"extends": "base.yaml", "tuner": {"lora_rank": 8}}) == {}

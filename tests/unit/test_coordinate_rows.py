@@ -21,7 +21,6 @@ from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
-from tests.unit.config_faults import changed, only_error
 from tests.unit.small_run import small_config, small_mapping
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -183,10 +182,3 @@ def test_trained_rows_are_trained_on_only_where_that_is_wanted(
         loaded = load_model(small_config(source, toy_data, tmp_path / "second", tuner=tuner))
         assert bool(rows_of(loaded)) == trained
         assert not loaded.notes
-
-
-def test_rows_have_one_trainer() -> None:
-    tuner = {**LORA, "train_coordinate_rows": True, "target_modules": ["lm_head"]}
-    error = only_error(changed("tuner", tuner))
-    assert error.where == "tuner.train_coordinate_rows"
-    assert "lm_head" in error.do

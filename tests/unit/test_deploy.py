@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from learner.config import load_config
 from rollout_server.serve import ANSWERS_S
@@ -31,7 +32,16 @@ SERVER_UNIT = SYSTEMD / "rollout-server.service"
 LEARNER_UNIT = SYSTEMD / "rollmatch-learner.service"
 EXAMPLES = sorted((DEPLOY / "config").glob("*.yaml"))
 SCRIPTS = [
-    *(ROOT / name for name in (".ci/run", "scripts/dist", "scripts/lock", "scripts/setup")),
+    *(
+        ROOT / name
+        for name in (
+            ".ci/run",
+            "scripts/dist",
+            "scripts/docker_engine",
+            "scripts/lock",
+            "scripts/setup",
+        )
+    ),
     DEPLOY / "train_stage2.sh",
     SBATCH,
 ]
@@ -42,11 +52,17 @@ pytestmark = pytest.mark.req("DEP-01")
 # --- Schema and lint ----------------------------------------------------------------------
 
 COMPOSE_SCHEMA = "check-jsonschema --builtin-schema vendor.compose-spec"
+KUBERNETES = DEPLOY / "kubernetes.yaml"
 
 
 @pytest.mark.parametrize(
     ("linter", "file"),
-    [(COMPOSE_SCHEMA, COMPOSE), ("hadolint", DOCKERFILE), *(("shellcheck", s) for s in SCRIPTS)],
+    [
+        (COMPOSE_SCHEMA, COMPOSE),
+        ("hadolint", DOCKERFILE),
+        ("kubernetes-validate --strict", KUBERNETES),
+        *(("shellcheck", script) for script in SCRIPTS),
+    ],
     ids=lambda value: value.name if isinstance(value, Path) else value.split()[0],
 )
 def test_a_deployment_file_passes_its_linter(linter: str, file: Path) -> None:
@@ -161,6 +177,47 @@ def test_the_image_installs_hashed_packages_from_files_in_the_build_context() ->
     assert [n for n in names if f"!{n}" not in allowed or not (ROOT / n).exists()] == []
     assert "*" in allowed
     assert re.search(r"^ARG UID=[1-9]\d+$", text, re.MULTILINE)
+
+
+# --- Kubernetes ---------------------------------------------------------------------------
+
+
+def test_the_pods_of_the_manifest_do_what_the_containers_of_the_compose_file_do() -> None:
+    secret, service, deployment, job = yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8"))
+    server, learner = (each["spec"]["template"]["spec"] for each in (deployment, job))
+    (serve,), (train,) = server["containers"], learner["containers"]
+    options, composed = parsed(serve["args"]), parsed(services()["server"].raw["command"])
+    same = ("gpus", "host", "port", "grace_seconds", "log_format")
+    assert {key: options[key] for key in same} == {key: composed[key] for key in same}
+    gpus = [each["resources"]["limits"]["nvidia.com/gpu"] for each in (serve, train)]
+    assert gpus == [len(options["gpus"]), 1]
+    assert server["terminationGracePeriodSeconds"] >= options["grace_seconds"] + ANSWERS_S + 10
+    address = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    (example,) = load_config(
+        DEPLOY / "config/two_channel.yaml"
+    ).rollout_matching.vllm.server.servers  # type: ignore[union-attr]
+    assert address == {"http": options["port"], "weights": example.group_port}
+    assert example.base_url == f"http://{service['metadata']['name']}:{options['port']}"
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    probes = {name: serve[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
+    assert probes == {"liveness": "/live/", "readiness": "/health/"}
+    assert train["args"][0] == "train_stage2.sh"
+    (token,) = (variable["value"] for variable in train["env"])
+    assert token == str(options["token_file"])
+    assert [*secret["stringData"].values()] == [""], "an empty token is refused"
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    for pod, container in ((server, serve), (learner, train)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        assert Path(token).is_relative_to(mounts["token"]["mountPath"])
+        assert mounts["data"].get("readOnly", False) == (pod is server)
 
 
 # --- The health check ---------------------------------------------------------------------

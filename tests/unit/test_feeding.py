@@ -1,4 +1,7 @@
-"""What a step does ahead: prompts are encoded, and the next chunk is asked for."""
+"""What a step does ahead: prompts are encoded, and the next chunk is asked for.
+
+With the scenarios of what happens within one optimizer step (seed 001).
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -7,24 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import Module
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.packs import Segment
-from learner.models.prompts import ENCODING_THREADS, PromptEncoder
+from learner.models.packs import Pack, Segment
+from learner.models.prompts import PromptEncoder
+from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.runs.metrics import PhaseClock
-from learner.training.asynchronous_rollouts import BatchMaker, MadeBatch
-from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.runs.metrics import PhaseClock, StepReport
+from learner.training.channels import ChannelB, Encoding
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
+from learner.training.train import order_of
+from learner.training.trainer import BatchLoader
 from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
-from tests.unit.logged_runs import opened
 from tests.unit.small_run import small_config
 from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
@@ -41,7 +48,13 @@ def config(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
     out = tmp_path_factory.mktemp("feeding")
-    return small_config(toy_checkpoint, toy_data, out, training={"packing": False})
+    return config_of(toy_checkpoint, toy_data, out, packing=False)
+
+
+def config_of(checkpoint: Path, data: ToyData, out: Path, **training: Any) -> Config:
+    """All steps are of channel B."""
+    ratio = {"schedule": {"b_ratio": 1.0}}
+    return small_config(checkpoint, data, out, training=training, stage2_ab=ratio)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +63,13 @@ def parts(config: Config) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def samples(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)[: CHUNK * CHUNKS]
+def scenes(toy_data: ToyData) -> list[Sample]:
+    return read_samples(toy_data.train_jsonl, allow_poly=False)
+
+
+@pytest.fixture(scope="module")
+def samples(scenes: list[Sample]) -> list[Sample]:
+    return scenes[: CHUNK * CHUNKS]
 
 
 def encoding(parts: Parts, config: Config, watched: WatchedProcessor) -> Encoding:
@@ -82,17 +100,22 @@ class Servers(Scripted):
 
 
 class Assessing(ChannelB):
-    """Calls `before` with the number of the chunk that it assesses."""
+    """Calls `before` with the number of the chunk to assess, and `at_forward` before a forward."""
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding, MatchingConfig(), allow_poly=False)
         self.before: Callable[[int], object] = lambda chunk: None
+        self.at_forward: Callable[[], object] = lambda: None
         self.chunks = 0
 
     def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], list[AssessedRollout]]:
         self.chunks += 1
         self.before(self.chunks - 1)
         return super().segments(*given, **named)
+
+    def forward_stats(self, model: Module, pack: Pack, reader: Reader) -> ForwardStats:
+        self.at_forward()
+        return super().forward_stats(model, pack, reader)
 
 
 class Feeding:
@@ -124,12 +147,11 @@ class Feeding:
             for packs, _ in feed.chunks:
                 yield [pack.sample_ids[0] for pack in packs]
 
-    def batch(self, number: int) -> MadeBatch:
-        """An asynchronous batch of all samples."""
-        self.policy.push()
-        return BatchMaker(
-            self.policy, self.channel_b, self.packer, lambda _: self.samples, 0, 0, opened()
-        ).make(number)
+    def step(self, parts: Parts, config: Config) -> StepReport:
+        """A whole optimizer step."""
+        recipe = Recipe(config, parts.channel_a, self.channel_b, parts.pipeline)
+        runner = StepRunner(config, recipe, self.policy)
+        return runner.run(parts.loaded.model, self.samples, 0, PlainEngine())[1]
 
     def ids(self, chunk: int) -> list[str]:
         part = self.samples[chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -157,73 +179,6 @@ def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
     feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
     assert sum(map(len, feeding.chunks())) == CHUNK * CHUNKS
     assert feeding.watched.begun == CHUNK * CHUNKS
-
-
-@pytest.mark.req("ASYNC-01")
-def test_the_prompts_of_an_asynchronous_batch_are_encoded_while_it_is_answered(
-    feeding_of: FeedingOf,
-) -> None:
-    feeding = feeding_of()
-    feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
-    assert len(feeding.batch(0).packs) == CHUNK * CHUNKS
-
-
-@pytest.mark.req("ASYNC-01", "SEED-01")
-def test_the_next_round_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
-    feeding = feeding_of()
-    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
-    made = feeding.batch(3)
-    ids = [sample_id for pack in made.packs for sample_id in pack.sample_ids]
-    assert ids == [sample.sample_id for sample in feeding.samples]
-    base = rollout_seed_base(0, 3)
-    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
-
-
-@pytest.mark.req("ASYNC-01")
-@pytest.mark.parametrize("stage", ["answers", "assessment"])
-def test_a_batch_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, stage: str) -> None:
-    feeding = feeding_of()
-
-    def fail(chunk: int) -> None:
-        if chunk == 2:
-            raise RunError("the third round fails")
-
-    if stage == "answers":
-        feeding.servers.meanwhile = lambda calls: fail(calls - 1)
-    else:
-        feeding.channel_b.before = fail
-    with pytest.raises(RunError, match="the third round fails"):
-        feeding.batch(0)
-
-
-@pytest.mark.req("CHA-01")
-def test_channel_a_encodes_as_many_prompts_at_once_as_there_are_threads(
-    parts: Parts, config: Config, samples: list[Sample]
-) -> None:
-    watched = WatchedProcessor(parts.loaded.processor, at_once=ENCODING_THREADS)
-    channel = ChannelA(encoding(parts, config, watched))
-    assert len(channel.segments(samples[:ENCODING_THREADS])) == ENCODING_THREADS
-
-
-@pytest.mark.req("SEED-01")
-def test_the_next_chunk_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
-    feeding = feeding_of()
-    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
-    assert list(feeding.chunks(step=3)) == [feeding.ids(chunk) for chunk in range(CHUNKS)]
-    base = rollout_seed_base(0, 3)
-    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
-
-
-def test_without_servers_of_their_own_gpus_nothing_is_asked_for_ahead(
-    feeding_of: FeedingOf, samples: list[Sample]
-) -> None:
-    """Nobody asks in another thread, and only once."""
-    feeding = feeding_of(round_size=None)
-    asking, own = [], threading.current_thread()
-    feeding.servers.meanwhile = lambda _: asking.append(threading.current_thread())
-    (ids,) = feeding.chunks()
-    assert sorted(ids) == sorted(sample.sample_id for sample in samples)
-    assert asking == [own]
 
 
 @pytest.mark.req("DDP-01")
@@ -258,3 +213,44 @@ def test_a_step_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, held: 
             if held != "nothing":
                 raise ZeroDivisionError
     over.set()
+
+
+def test_rollout_and_learner_overlap_within_a_step(
+    parts: Parts, config: Config, scenes: list[Sample]
+) -> None:
+    """While a chunk is learned, two are packed, one is answered, one more is asked for; no more."""
+    chunks = 7
+    feeding = Feeding(parts, config, scenes[: CHUNK * chunks])
+    asked_at_forwards: list[int] = []
+
+    def wait_for_the_next_chunks() -> None:
+        chunk = len(asked_at_forwards) // CHUNK
+        feeding.servers.wait_for(min(chunk + 5, chunks))
+        asked_at_forwards.append(len(feeding.servers.seeds))
+
+    feeding.channel_b.at_forward = wait_for_the_next_chunks
+    report = feeding.step(parts, config)
+    base = rollout_seed_base(config.training.seed, 0)
+    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(chunks)]
+    assert asked_at_forwards == [5, 5, 6, 6] + [7] * 10
+    assert report.metrics["packing/post_rollout_packs"] == CHUNK * chunks
+
+
+@pytest.mark.req("STEP-02", "CFG-07")
+def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(
+    parts: Parts, scenes: list[Sample], toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """Nothing runs before all 8 micro batches of a rank are there: it gets them as one."""
+    budget = {
+        "effective_batch_size": 16,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "max_steps": 1,
+        "save_steps": 1,
+    }
+    config = config_of(toy_checkpoint, toy_data, tmp_path, **budget)
+    assert config.training.resolve_accumulation(world_size=2) == 8
+    (share,) = BatchLoader(scenes, order_of(config, len(scenes), processes=2), rank=1)
+    feeding = Feeding(parts, config, share, round_size=None)
+    feeding.step(parts, config)
+    assert (len(feeding.servers.seeds), len(feeding.servers.requests)) == (1, 8)

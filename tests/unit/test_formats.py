@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.config import parse_config
-from learner.config.registry import ANSWER_FORMATS
+from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.config.rollout_matching import MatchingConfig
+from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.formats.compact import COMPACT
-from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.formats.coord_json import COORD_JSON, serialize_append, serialize_objects
 from learner.stages.formats.objects_array import CLOSING, HEAD, OBJECTS_ARRAY
 from learner.stages.matching import match_objects
 from learner.stages.targets import (
@@ -25,6 +27,7 @@ from learner.stages.targets import (
     with_target,
 )
 from learner.stages.tokens import IM_END, Tokenizer, encode_answer, token_table
+from learner.training.checkpoint_checks import check_taught_format
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids
@@ -32,6 +35,7 @@ from tests.unit.answers import (
     CAT,
     DOG,
     ROOF,
+    coords,
     encode,
     entry,
     ground_truths,
@@ -176,10 +180,12 @@ def test_no_ids_raise(
     data: st.DataObject, headed: bool, case: Case, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """The same ids give the same, and the prefix of an answer holds its objects."""
-    ids = data.draw(st.lists(st.integers(-2, len(tokenizer) + 5), max_size=30))
+    ids = data.draw(st.lists(st.integers(-2, len(tokenizer) + 5), max_size=60))
     ids = encode(tokenizer, case.head) * headed + ids
     parsed = case.answers.parse(ids, tokenizer)
     assert case.answers.parse(ids, tokenizer) == parsed
+    if case.answers is COORD_JSON:
+        check_parsed(ids, parsed, tokenizer)
     again = case.answers.parse(parsed.prefix_token_ids, tokenizer)
     assert [o.coords for o in again.objects] == [o.coords for o in parsed.objects]
 
@@ -396,3 +402,158 @@ def test_a_box_takes_few_of_qwen_s_tokens(
         len(encode(qwen_tokenizer, answers.write([box] * n, "desc_first"))) for n in (1, 11)
     )
     assert eleven - one <= 10 * most
+
+
+# ---- why an answer is not read -------------------------------------------------------
+
+OBJECT = entry(1).removeprefix('"object_1": ')
+KEYS = f'{{"object_1": {OBJECT}}}'
+ARRAY = f'{{"objects": [{OBJECT}]}}'
+QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
+
+
+@pytest.mark.req("RES-32", "IO-01")
+@pytest.mark.parametrize(
+    ("name", "text", "objects", "fault"),
+    [
+        ("object_keys", KEYS, 1, None),
+        ("object_keys", "{}", 0, None),
+        ("object_keys", KEYS + " \n", 1, None),
+        ("object_keys", KEYS + KEYS, 1, "text_behind"),
+        ("object_keys", KEYS + "}", 1, "text_behind"),
+        ("object_keys", "{" + KEYS[1:-1] + f'}}, "object_2": {OBJECT}}}', 1, "text_behind"),
+        ("object_keys", "{" + KEYS[1:-1] + f'], "object_2": {OBJECT}}}', 1, "wrong_container"),
+        ("object_keys", f'{{"object_1": [{OBJECT}]}}', 0, "wrong_container"),
+        ("object_keys", ARRAY, 0, "other_format"),
+        ("object_keys", ARRAY[:14], 0, "other_format"),
+        ("object_keys", QWEN, 0, "other_format"),
+        ("object_keys", f"```json\n{KEYS}\n```", 0, "fenced"),
+        ("object_keys", f"Here: {KEYS}", 0, "prose_before"),
+        ("object_keys", "I see a cat.", 0, None),
+        ("object_keys", CAT_LINE, 0, None),
+        ("objects_array", ARRAY, 1, None),
+        ("objects_array", '{"objects": []}', 0, None),
+        ("objects_array", '{"obj', 0, None),
+        ("objects_array", ARRAY + ARRAY, 1, "text_behind"),
+        ("objects_array", f'{{"objects": [[{OBJECT}]]}}', 0, "wrong_container"),
+        ("objects_array", f'{{"objects": [{OBJECT}]]}}', 1, "wrong_container"),
+        ("objects_array", f'{{"objects": [{OBJECT}}}', 1, "wrong_container"),
+        ("objects_array", f'{{"objects": {OBJECT}}}', 0, "other_format"),
+        ("objects_array", KEYS, 0, "other_format"),
+        ("objects_array", QWEN, 0, "other_format"),
+        ("compact", CAT_LINE + ".", 1, None),
+        ("compact", ".", 0, None),
+        ("compact", KEYS, 0, "other_format"),
+        ("compact", QWEN.replace(", ", ",\n"), 0, "other_format"),
+        ("compact", f"```json\n{KEYS}\n```", 0, "fenced"),
+    ],
+)
+def test_the_reason_of_each_unread_answer(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str, objects: int, fault: str | None
+) -> None:
+    answers: AnswerFormat = load_registered(ANSWER_FORMATS, name)
+    parsed = answers.parse(encode(tokenizer, text), tokenizer)
+    assert (len(parsed.objects), parsed.fault) == (objects, fault)
+
+
+# ---- the format of a run -------------------------------------------------------------
+
+
+@pytest.mark.req("FMT-01")
+def test_a_checkpoint_of_a_run_with_another_format_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    check_taught_format(checkpoint, "compact", "model.model")
+    resolved = tmp_path / RESOLVED
+    resolved.write_text("custom: {answer_format: objects_array}\n")
+    check_taught_format(checkpoint, "objects_array", "model.model")
+    with pytest.raises(ContractError) as caught:
+        check_taught_format(checkpoint, "compact", "--checkpoint")
+    assert caught.value.where == "--checkpoint"
+    assert "as objects_array" in caught.value.found
+    assert "custom.answer_format is compact" in caught.value.found
+    assert "learner export" in caught.value.do
+
+
+@pytest.mark.req("FMT-01")
+@pytest.mark.parametrize(
+    ("text", "taught"), [("custom: {}\n", "object_keys"), ("custom: [", None), ("a: 1", None)]
+)
+def test_an_older_run_had_the_default_and_a_damaged_file_says_nothing(
+    tmp_path: Path, text: str, taught: str | None
+) -> None:
+    (tmp_path / RESOLVED).write_text(text)
+    for name in ANSWER_FORMATS:
+        if taught in (None, name):
+            check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
+        else:
+            with pytest.raises(ContractError, match=f"as {taught}"):
+                check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
+
+
+@pytest.mark.req("FMT-01", "REP-01")
+@pytest.mark.parametrize("name", [None, *ANSWER_FORMATS])
+def test_the_guard_counts_the_entries_of_the_format(name: str | None) -> None:
+    """It is written once, in `custom`; what a run writes down of it can be read again."""
+    guard = {"enabled": True, "max_object_keys": 9}
+    mapping = changed("rollout_matching.repeat_terminate", guard)
+    if name is not None:
+        mapping["custom"]["answer_format"] = name
+    config = parse_config(mapping)
+    read = config.rollout_matching.repeat_terminate
+    assert read.answer_format == config.custom.answer_format == (name or "object_keys")
+    mapping["rollout_matching"]["repeat_terminate"] = guard | {"answer_format": read.answer_format}
+    assert parse_config(mapping) == config
+
+
+# --- the text of coord_json -------------------------------------------------------------
+
+
+CAT_ENTRY = f'"object_7": {{"desc": "cat", "bbox_2d": {coords(10, 20, 300, 400)}}}'
+
+
+@pytest.mark.req("APPEND-01", "ARCH-02")
+@pytest.mark.parametrize(
+    ("prefix", "separator"),
+    [
+        ("{" + entry(1), ", "),
+        ("{" + entry(1) + " \n\t", ", "),
+        ("{", ""),
+        (" { ", ""),
+        ("{" + entry(1) + ",", ""),
+        ("{" + entry(1) + ", ", ""),
+    ],
+)
+def test_a_separator_is_written_only_after_an_entry(prefix: str, separator: str) -> None:
+    assert serialize_append(prefix, [CAT], 7, "desc_first") == separator + CAT_ENTRY + "}"
+    if not prefix.rstrip().endswith(","):
+        assert serialize_append(prefix, [], 7, "desc_first") == "}"
+
+
+@pytest.mark.req("APPEND-01")
+@pytest.mark.parametrize("prefix", ["", " ", '{"object_1": 5', "[", '{"a', "cat", "{]", "{\u00a0"])
+def test_a_prefix_that_ends_in_anything_else_is_an_error(prefix: str) -> None:
+    with pytest.raises(ContractError) as error:
+        serialize_append(prefix, [CAT], 1, "desc_first")
+    assert error.value.where == "serialize_append.prefix_text"
+    assert error.value.found == f"it ends in {prefix!r} and 1 objects are to follow"
+    assert error.value.do == "Cut it after the `}` of an entry or after the opening `{`"
+
+
+@pytest.mark.req("APPEND-01", "RES-12")
+@pytest.mark.scenario(
+    "desc-first remains baseline append layout",
+    "geometry-first changes only per-object field order in FN append",
+)
+def test_an_append_by_hand() -> None:
+    """Flat polygons, concrete geometry keys, non-ASCII text kept, quotes escaped."""
+    item = GroundTruthObject('猫 "tom"\n🚀', CAT.shape)
+    desc = '"desc": "猫 \\"tom\\"\\n🚀"'
+    box, poly = (f'"{o.shape.kind}": {coords(*o.shape.coords)}' for o in (CAT, ROOF))
+    assert serialize_append("{", [item, ROOF], 1, "desc_first") == (
+        f'"object_1": {{{desc}, {box}}}, "object_2": {{"desc": "roof", {poly}}}}}'
+    )
+    assert serialize_append("{", [item, ROOF], 1, "geometry_first") == (
+        f'"object_1": {{{box}, {desc}}}, "object_2": {{{poly}, "desc": "roof"}}}}'
+    )
+    assert serialize_objects([], "desc_first") == "{}"

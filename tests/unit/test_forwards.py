@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.step_parts.engines import FixedA
-from benchmarks.step_parts.engines import samples as fixed_samples
+from benchmarks.fixed_engines import FixedA
+from benchmarks.fixed_engines import samples as fixed_samples
 from learner.config import load_config
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers
@@ -176,31 +176,6 @@ def test_every_rank_runs_as_many_forwards_and_synchronizes_once_in_the_last(
         assert ran.replays == most - len(own)
         assert ran.loss == pytest.approx(1.0 if own else 0.0)
         assert ran.gradient == (pytest.approx(ran.loss) if most else None)
-
-
-@pytest.mark.req("DDP-02")
-def test_a_rank_without_packs_replays_and_where_nobody_has_any_nothing_runs() -> None:
-    none, three = runs([[[]], [[1, 1, 1]]])
-    assert (none.replays, none.loss, none.gradient) == (3, 0.0, 0.0)
-    assert three.replays == 0
-    assert three.loss == pytest.approx(1.0)
-    assert [ran.forwards for ran in runs([[], [[]]])] == [[], []]
-
-
-@pytest.mark.req("DDP-02", "STEP-03")
-def test_packs_of_the_first_chunks_run_before_the_last_is_there() -> None:
-    ran_before: list[int] = []
-    ran = Ran()
-
-    def packs() -> Iterator[Chunk[Pack]]:
-        for number in range(3):
-            ran_before.append(len(ran.forwards))
-            yield Chunk([pack(1), pack(1)], number == 2)
-
-    step(SINGLE_PROCESS, packs(), 6, ran)
-    assert ran_before == [0, 2, 4]
-    assert ran.synced == [False] * 5 + [True]
-    assert ran.replays == 0
 
 
 @pytest.mark.req("RES-18", "FULL-03")

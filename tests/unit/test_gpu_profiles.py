@@ -1,4 +1,4 @@
-"""The numbers of docs/full-size.md about the shipped profiles for GPUs, on the real widths.
+"""The numbers of docs/gpus.md about the shipped profiles for GPUs, on the real widths.
 
 CI counts one profile of each kind: all weights, sharded weights, adapters. `make nightly` counts
 all profiles.
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.req("FULL-
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "configs" / "stage2_two_channel" / "gpu"
-PAGE = ROOT / "docs" / "full-size.md"
+PAGE = ROOT / "docs" / "gpus.md"
 GIB = 2**30
 NO_CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
 COUNTED = ("2b_full", "2b_full_fsdp2", "4b_lora")

@@ -13,10 +13,9 @@ from learner.data.toy import ToyData
 from learner.models.self_context import SelfContext
 from learner.models.toy import make_model
 from learner.objectives import logit_stats
-from learner.objectives.logit_stats import HEAD_ELEMENTS, ForwardStats
+from learner.objectives.logit_stats import ForwardStats
 from learner.types import Channel, Sample
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.tensor_shapes import Shapes
 from tests.unit.toy_learner import ToyLearner
@@ -29,23 +28,17 @@ OF_HEAD = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "target_module
 TUNERS = {"full": {"train_type": "full"}, "adapter on the head": OF_HEAD}
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
-
-
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_stats, "HEAD_ELEMENTS", CHUNK * VOCABULARY)
 
 
 class Products(TorchDispatchMode):
-    """Collects the rows and types of all products of rows with the head, while it is open."""
+    """Collects the rows of all products with the head, while it is open."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows: list[int] = []
-        self.kinds: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -53,7 +46,6 @@ class Products(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default and found.shape[1] == VOCABULARY and len(found):
             self.rows.append(len(found))
-            self.kinds.add(found.dtype)
         return found
 
 
@@ -126,35 +118,3 @@ def test_forwards_between_the_first_and_the_last_read_slots_alone(
     with products:
         learner.loss(pack)
     assert sum(products.rows) == (texts + slots) + slots + (texts + slots)
-
-
-def test_rows_that_fit_into_a_chunk_are_computed_once(
-    learner_of: LearnerOf, samples: list[Sample]
-) -> None:
-    learner = learner_of()
-    pack = learner.pack(samples)
-    assert len(pack) * VOCABULARY < HEAD_ELEMENTS
-    products = Products()
-    with products:
-        learner.loss(pack).total.backward()
-    assert len(products.rows) == 1
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_under_autocast_the_head_computes_in_16_bits_and_reductions_in_32(
-    learner_of: LearnerOf, samples: list[Sample]
-) -> None:
-    learner = learner_of()
-    pack = learner.pack(samples)
-    selection = learner.pipeline.select(pack.supervision, "A")
-    products = Products()
-    with products, torch.autocast("cpu", torch.bfloat16):
-        stats = learner.channel_a.forward_stats(
-            learner.model, pack, learner.pipeline.reader(selection)
-        ).anchor
-        loss = learner.loss(pack).total
-    assert products.kinds == {torch.bfloat16}
-    assert {tensor.dtype for tensor in stats} == {torch.float32}
-    loss.backward()
-    head: Any = learner.model.lm_head
-    assert head.weight.grad.dtype == torch.float32

@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.full_size import peak_of
 from learner.models import head
 from learner.models.head import chunked
+from tests.unit.tensor_shapes import Shapes
 
 pytestmark = pytest.mark.req("FULL-02")
 
@@ -68,42 +68,12 @@ def test_the_gradient_is_that_of_the_plain_product(tied: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(task.loss(chunked(task.head)), both), wanted)
 
 
-def test_backwards_add_up() -> None:
-    """Those of two forwards, and two of one forward."""
-    task = double(tied=True)
-    (once,) = torch.autograd.grad(task.loss(task.head.forward), task.weight)
-    task.loss(chunked(task.head)).backward()
-    kept = task.loss(chunked(task.head)).tanh()
-    kept.backward(retain_graph=True)
-    slope = 1 - kept.detach().square()
-    torch.testing.assert_close(task.weight.grad, (1 + slope) * once)
-
-
 def test_two_forwards_in_one_backward_add_up() -> None:
     """As those of channel A do."""
     task = double(tied=True)
     (once,) = torch.autograd.grad(task.loss(task.head.forward), task.weight)
     (task.loss(chunked(task.head)) + 2 * task.loss(chunked(task.head))).backward()
     torch.testing.assert_close(task.weight.grad, 3 * once)
-
-
-def test_a_gradient_of_the_rows_alone_leaves_that_of_the_weight_as_it_is() -> None:
-    task = double(tied=False)
-    both: Any = (task.weight, task.rows)
-    wanted = torch.autograd.grad(task.loss(task.head.forward), both)
-    loss = task.loss(chunked(task.head))
-    (of_rows,) = torch.autograd.grad(loss, task.rows, retain_graph=True)
-    torch.testing.assert_close(of_rows, wanted[1])
-    torch.testing.assert_close(torch.autograd.grad(loss, both), wanted)
-
-
-def test_a_frozen_weight_gets_none() -> None:
-    task = double(tied=False)
-    (wanted,) = torch.autograd.grad(task.loss(task.head.forward), task.rows)
-    task.weight.requires_grad_(False)
-    task.loss(chunked(task.head)).backward()
-    assert task.weight.grad is None
-    torch.testing.assert_close(task.rows.grad, wanted)
 
 
 def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
@@ -123,20 +93,6 @@ def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
     assert chunked(wrapped) == wrapped.forward
 
 
-class Shapes(TorchDispatchMode):
-    """Collects the shapes of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.t.default and isinstance(found, Tensor):
-            self.seen.add(tuple(found.shape))
-        return found
-
-
 def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight() -> None:
     task = double(tied=False)
     adapted = nn.Linear(4, 4, dtype=torch.float64)
@@ -151,22 +107,8 @@ def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight()
     with Shapes() as shapes:
         found = torch.autograd.grad(task.loss(chunked(wrapped)), both)
     torch.testing.assert_close(found, wanted)
-    assert rows.shape in shapes.seen
-    assert task.weight.shape not in shapes.seen
-
-
-def test_a_weight_of_16_bits_gets_the_sum_of_its_chunks_in_32() -> None:
-    """As under FSDP2, which gathers bfloat16: each of 60 chunks would round the sum again."""
-    task = Task(50, 16, torch.bfloat16, tied=False)
-    task.rows = torch.ones(60 * CHUNK, 16, dtype=torch.bfloat16)
-    task.pulls = torch.ones(60 * CHUNK, 50, dtype=torch.bfloat16)
-    (found,) = torch.autograd.grad(task.loss(chunked(task.head)), task.weight)
-    (of_one_chunk,) = torch.autograd.grad(
-        (chunked(task.head)(task.rows[:CHUNK].tanh()).square() * task.pulls[:CHUNK]).sum(),
-        task.weight,
-    )
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), 60 * of_one_chunk.float(), rtol=2**-8, atol=0)
+    assert tuple(rows.shape) in shapes.made
+    assert not shapes.with_sides(*task.weight.shape)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load
 
-from learner.config import dump_mapping, merge, parse_config
+from learner.config import dump_mapping, merge
 from learner.data.toy import ToyData
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
-from shared_contracts.errors import ContractError
 from tests.unit.hub_server import READER, WRITER, Hub, hub_server
 from tests.unit.small_run import small_mapping
 
@@ -162,29 +161,3 @@ def test_token_must_be_allowed_to_write_to_the_repository(hub: Hub) -> None:
             assert found in line
             assert not token or token not in line
     assert hub.files == {}
-
-
-@pytest.mark.slow
-def test_unreachable_hub_is_refused_before_an_export(toy_checkpoint: Path, tmp_path: Path) -> None:
-    words = ("export", toy_checkpoint, "--out", tmp_path / "out", "--push-to-hub", REPOSITORY)
-    done = learner(Hub(url="http://127.0.0.1:9"), WRITER, *words)
-    assert done.returncode == 2
-    assert "http://127.0.0.1:9 does not say whose the token is" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("training", "where"),
-    [
-        ({}, "hub_model_id"),
-        ({"hub_model_id": "a/b/c"}, "hub_model_id"),
-        ({"hub_model_id": "a/b", "save_strategy": "no"}, "push_to_hub"),
-    ],
-)
-def test_config_that_cannot_push_is_refused(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, training: dict[str, Any], where: str
-) -> None:
-    own = {"training": {"push_to_hub": True, **training}}
-    with pytest.raises(ContractError) as caught:
-        parse_config(small_mapping(toy_checkpoint, toy_data, tmp_path, **own))
-    assert [error.where for error in caught.value.errors] == [f"training.{where}"]

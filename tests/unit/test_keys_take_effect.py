@@ -3,7 +3,6 @@
 The keys of losses, packing and matching are in the tests of those.
 """
 
-import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,25 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.load import load_model
-from learner.models.self_context import SelfContext
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
-from learner.training.input_checks import check_inputs
-from learner.training.recipes.two_channel import TwoChannel
 from learner.training.server_checks import reach_servers
-from learner.training.train import order_of, train
+from learner.training.train import order_of
 from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import run_quietly, small_mapping
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 6}
 
@@ -94,14 +89,6 @@ def test_samples_keep_the_order_of_the_file_unless_they_are_shuffled(config_of: 
     assert first_step(shuffle=True) != [0, 1, 2, 3]
 
 
-@pytest.mark.req("CHA-01")
-def test_channel_a_feeds_coordinates_back_as_configured(config_of: ConfigOf) -> None:
-    own = {"n_softctx_iter": 3, "coord_ctx_embed_mode": "soft", "softctx_grad_mode": "em_detach"}
-    assert TwoChannel.self_context(config_of({"stage2_ab": own})) == SelfContext(
-        3, "soft", "em_detach"
-    )
-
-
 @pytest.mark.req("SYNC-03")
 def test_buckets_have_the_configured_size(config_of: ConfigOf) -> None:
     def config(bucket_mib: int | None) -> Config:
@@ -147,7 +134,7 @@ def test_a_run_writes_answers_in_the_configured_order_and_curves_in_the_configur
     )
     own = {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4}
     config = parse_config(mapping | {"rollout_matching": own})
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    folder = run_quietly(config)
     assert any((tmp_path / "curves").glob("events.*"))
     assert not (folder / "tensorboard").exists()
     assert (folder / "metrics.jsonl").exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from learner.config import parse_config
 from learner.objectives.bbox_geo import ciou_loss, expected_coords
 from learner.objectives.config import PipelineConfig
-from learner.objectives.coord_reg import CoordRegConfig, soft_targets, wasserstein1
+from learner.objectives.coord_reg import CoordRegConfig
 from learner.objectives.numerics import (
     all_inside,
     bound_,
@@ -29,14 +29,10 @@ from tests.unit.config_faults import ALIGNED
 from tests.unit.loss_rows import (
     COORD_IDS,
     COORD_REG,
-    EVERYTHING,
     TEXT_IDS,
-    TOKEN_CE,
     VOCAB,
     Case,
-    annotation_row,
     answer_row,
-    bbox_geo,
     coord_diag,
     coord_reg,
     declared,
@@ -44,37 +40,10 @@ from tests.unit.loss_rows import (
     make_row,
     token_ce,
 )
-from tests.unit.packed_logits import as_given
-from tests.unit.plain_losses import ciou, soft_target, trade_off
-from tests.unit.plain_losses import wasserstein1 as plain_wasserstein1
+from tests.unit.plain_losses import ciou, trade_off
 
 CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5))
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
-
-
-def test_text_of_the_last_forward_is_read_only_if_an_objective_uses_it() -> None:
-    silent = TOKEN_CE.model_copy(update={"self_context_struct_ce_weight": 0.0})
-    ungated = COORD_REG.model_copy(update={"text_gate_weight": 0.0})
-    row = annotation_row()
-    logits = logits_for(row, 0)
-    for text, reg, read in (
-        (silent, ungated, False),
-        (TOKEN_CE, ungated, True),
-        (silent, COORD_REG, True),
-    ):
-        case = Case(declared(token_ce(text), coord_reg(reg)), row, "A")
-        reader = case.pipeline.reader(case.select())
-        whole, final = reader.anchor(as_given(logits)), reader.final(as_given(logits))
-        assert len(final.text_nll) == len(final.text_mass) == (len(whole.text_nll) if read else 0)
-        assert torch.equal(final.slot_lse, whole.slot_lse)
-        assert torch.equal(reader.slots(as_given(logits)), whole.slot_coord_logits)
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize("entry", [{"channels": ("A",)}, {"enabled": False}])
-def test_no_text_is_read_where_no_cross_entropy_is_declared(entry: dict[str, Any]) -> None:
-    config = declared(token_ce(**entry), bbox_geo())
-    assert len(Case(config, answer_row(), "B").select().text_rows) == 0
 
 
 # ---- boxes and distributions ---------------------------------------------------------
@@ -103,34 +72,6 @@ def test_ciou_of_any_boxes_points_and_lines_is_the_plain_one_with_a_finite_gradi
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.req("LOSS-04")
-@given(
-    st.integers(0, 999 * 16).map(lambda k: k / 16),
-    st.one_of(st.floats(0.001, 1.0), st.floats(1.0, 1000.0)),
-    st.one_of(st.none(), st.integers(1, 1000)),
-)
-def test_soft_targets_are_the_plain_bell_however_narrow(
-    target: float, sigma: float, truncate: int | None
-) -> None:
-    q = soft_targets(torch.tensor([target]), sigma, truncate)[0]
-    expected = soft_target(target, sigma, truncate)
-    assert q.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    assert q.sum().item() == pytest.approx(1.0, abs=1e-5)
-    if truncate is not None:
-        beyond = (torch.arange(COORD_BINS) - target).abs() > truncate
-        assert not q[beyond].any()
-
-
-@pytest.mark.req("LOSS-04")
-def test_w1_is_the_distance_of_points_and_the_plain_one_of_any_distributions() -> None:
-    points = torch.nn.functional.one_hot(torch.tensor([[100], [340]]), COORD_BINS).float()
-    assert wasserstein1(*points).item() == pytest.approx(240 / 999)
-    draw = torch.Generator().manual_seed(0)
-    p, q = (4 * torch.randn(2, 8, COORD_BINS, generator=draw, dtype=torch.float64)).softmax(-1)
-    expected = [plain_wasserstein1(*pair) for pair in zip(p.tolist(), q.tolist(), strict=True)]
-    assert wasserstein1(p, q).tolist() == pytest.approx(expected, rel=1e-9)
-
-
 # ---- gates and fences ----------------------------------------------------------------
 
 
@@ -153,15 +94,6 @@ def test_gates_keep_their_digits_however_much_mass_the_coordinates_have(raised: 
     assert torch.allclose(again, full)
     assert text_mass.double().tolist() == pytest.approx(p_text.tolist(), rel=1e-4)
     assert torch.allclose(text_gate(text_mass).double(), -p_text.log(), atol=1e-4)
-
-
-@pytest.mark.req("LOSS-04")
-def test_the_text_gate_ends_at_its_floor() -> None:
-    logits = torch.zeros(2, VOCAB, dtype=torch.float64)
-    logits[0, TEXT_IDS] = -50.0
-    logits[1, COORD_IDS] = -50.0
-    gates = text_gate(logsumexp_and_text_mass_(logits, torch.tensor(COORD_IDS))[1])
-    assert gates.tolist() == pytest.approx([-math.log(1e-6), 0.0], abs=1e-12)
 
 
 @pytest.mark.req("LOSS-04")
@@ -234,27 +166,3 @@ def test_a_disabled_monitor_has_no_values(entry: dict[str, Any]) -> None:
     config = declared(token_ce(), diagnostics=[coord_diag(**entry)])
     row = answer_row()
     assert Case(config, row, "B").loss([logits_for(row, 0)]).diagnostics == {}
-
-
-@pytest.mark.req("LOSS-06")
-def test_monitors_of_a_certain_and_of_a_uniform_model() -> None:
-    sure_of = (500, 503, 500, 900)
-    roles = [Role.PROMPT, *[Role.COORD] * len(sure_of)]
-    row = make_row(roles, [False] * 5, [(position, 500.0) for position in range(1, 5)], [])
-    logits = torch.full((5, VOCAB), -200.0, dtype=torch.float64)
-    for at, k in enumerate(sure_of):
-        logits[at, COORD_IDS[k]] = 200.0
-    case = Case(EVERYTHING, row, "B")
-    certain, uniform = (case.loss([z]).diagnostics for z in (logits, torch.zeros_like(logits)))
-    assert certain.pop("coord_diag/B/acc_top5") >= 2.0
-    assert certain == pytest.approx(
-        {
-            "coord_diag/B/acc_top1": 2.0,
-            "coord_diag/B/p_gt_mean": 2.0,
-            "coord_diag/B/expected_bin_mae": 3.0 + 400.0,
-            "coord_diag/B/entropy_mean": 0.0,
-            "coord_diag/B/coord_mass_mean": 4.0,
-        }
-    )
-    assert uniform["coord_diag/B/entropy_mean"] == pytest.approx(4 * math.log(1000))
-    assert uniform["coord_diag/B/p_gt_mean"] == pytest.approx(4e-3)

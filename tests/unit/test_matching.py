@@ -1,18 +1,40 @@
-"""Candidates, the cheapest assignment and matches by mask IoU (section 9 of the contract)."""
+"""Candidates, the cheapest assignment, matches and masks (section 9 of the contract)."""
 
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+import pycocotools.mask as coco_mask
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import linear_sum_assignment
+from pydantic import ValidationError
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.stages.matching import Shapes, assign, candidates, mask_iou, match_objects
+from learner.stages.matching import (
+    MAX_RESOLUTION,
+    PlainShape,
+    Shapes,
+    assign,
+    box_iou,
+    candidates,
+    mask_iou,
+    mask_ious,
+    match_objects,
+)
 from learner.types import GroundTruthObject, Shape
-from tests.unit.shapes import box, boxes, coco_iou, moved, poly
+from tests.unit.shapes import (
+    BINS,
+    PLACES,
+    box,
+    boxes,
+    coco_iou,
+    coco_ious,
+    coco_mask_of,
+    moved,
+    poly,
+    polygons,
+)
 
 
 def near(predicted: list[Shape], truths: list[Shape], top_k: int) -> list[list[int]]:
@@ -32,44 +54,21 @@ def test_plain_tuples_and_objects_are_shapes_too() -> None:
 
 
 @pytest.mark.req("MATCH-01")
-def test_candidates_are_the_truths_of_largest_box_iou() -> None:
-    predicted = [box(0, 0, 100, 100)]
-    truths = [box(0, 0, 10, 10), box(0, 0, 90, 90), box(0, 0, 50, 50), box(900, 900, 950, 950)]
-    assert near(predicted, truths, 1) == [[1]]
-    assert near(predicted, truths, 2) == [[1, 2]]
-    assert near(predicted, truths, 9) == [[0, 1, 2, 3]]
-    assert near(predicted, [], 9) == [[]]
-
-
-@pytest.mark.req("MATCH-01")
 def test_a_polygon_counts_with_its_bounding_box() -> None:
     triangle = poly(0, 0, 100, 0, 0, 100)
     assert near([triangle], [box(0, 0, 40, 40), box(0, 0, 100, 100)], 1) == [[1]]
 
 
-@pytest.mark.req("MATCH-01")
-def test_where_no_box_overlaps_the_nearest_centres_are_taken() -> None:
-    predicted = [box(0, 0, 10, 10), box(780, 780, 810, 810)]
-    truths = [box(800, 800, 900, 900), box(20, 20, 30, 30), box(100, 100, 110, 110)]
-    assert near(predicted, truths, 2) == [[1, 2], [0, 1]]
-
-
-@pytest.mark.req("MATCH-01")
-def test_ties_go_to_the_lower_index() -> None:
-    same = [box(0, 0, 50, 50)] * 4
-    assert near([box(0, 0, 100, 100)], same, 2) == [[0, 1]]
-    many = [box(0, 0, 50, 50), box(0, 0, 40, 40)] * 50
-    assert near([box(0, 0, 100, 100)], many, 3) == [[0, 2, 4]]
-    far = [box(200, 0, 210, 10), box(0, 200, 10, 210), box(200, 0, 210, 10)]
-    assert near([box(0, 0, 10, 10)], far, 2) == [[0, 1]]
-
-
 # Few places, so that overlaps and distances are often equal and boxes often points.
-PLACES = st.sampled_from([0, 1, 100, 200, 300, 400, 999])
+FEW_PLACES = st.sampled_from([0, 1, 100, 200, 300, 400, 999])
 
 
 @pytest.mark.req("MATCH-01")
-@given(st.lists(boxes(PLACES), max_size=4), st.lists(boxes(PLACES), max_size=6), st.integers(1, 7))
+@given(
+    st.lists(boxes(FEW_PLACES), max_size=4),
+    st.lists(boxes(FEW_PLACES), max_size=6),
+    st.integers(1, 7),
+)
 def test_candidates_are_the_first_of_all_truths_sorted(
     predicted: list[Shape], truths: list[Shape], top_k: int
 ) -> None:
@@ -114,16 +113,6 @@ def test_among_many_objects_ties_go_to_the_lower_index_too(top_k: int) -> None:
     ]
     expected = np.argsort(ranks, axis=1, kind="stable")[:, :top_k]
     assert near(predicted, truths, top_k) == np.sort(expected, axis=1).tolist()
-
-
-@pytest.mark.req("MATCH-01", "ARCH-02")
-def test_pairs_that_are_no_candidates_are_never_computed() -> None:
-    predicted = [box(0, 0, 100, 100), box(500, 500, 600, 600)]
-    truths = [box(500, 500, 610, 610), box(0, 0, 90, 90), box(0, 0, 80, 80)]
-    result = match_objects(predicted, truths, MatchingConfig(candidate_top_k=1))
-    assert np.isnan(result.mask_iou).tolist() == [[True, False, True], [False, True, True]]
-    assert result.pairs == [(0, 1), (1, 0)]
-    assert result.false_negatives == [2]
 
 
 # ---- the cheapest assignment with dummies --------------------------------------------
@@ -173,26 +162,6 @@ def test_no_assignment_is_cheaper(cost: Matrix, fp_cost: float, fn_cost: float) 
 
 
 @pytest.mark.req("MATCH-02")
-@given(matrices(largest=6), PRICES, PRICES, st.integers(0, 2**32 - 1))
-def test_the_cost_is_that_of_the_square_matrix_with_dummies_in_any_order_and_on_either_side(
-    cost: Matrix, fp_cost: float, fn_cost: float, seed: int
-) -> None:
-    n_predicted, n_truth = cost.shape
-    square = np.zeros((n_predicted + n_truth, n_truth + n_predicted))
-    square[:n_predicted, :n_truth] = cost
-    square[:n_predicted, n_truth:] = fp_cost
-    square[n_predicted:, :n_truth] = fn_cost
-    expected = float(square[linear_sum_assignment(square)].sum())
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permutation(rng.permutation(cost, axis=0), axis=1)
-    for costs, fp, fn in ((cost, fp_cost, fn_cost), (shuffled, fp_cost, fn_cost)):
-        found = total(costs, assign(costs, fp, fn), fp, fn)
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
-        swapped = total(costs.T, assign(costs.T, fn, fp), fn, fp)
-        assert swapped == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-@pytest.mark.req("MATCH-02")
 @given(matrices(), st.sampled_from([1e15, 1e17, 1e300]), PRICES, st.booleans())
 def test_a_price_beyond_all_bounds_pairs_as_many_as_it_can_and_those_well(
     cost: Matrix, huge: float, other: float, of_truths: bool
@@ -220,38 +189,12 @@ def test_assignments_by_hand() -> None:
 
 
 @pytest.mark.req("MATCH-02")
-def test_a_prediction_below_the_gate_with_every_truth_stays_alone() -> None:
-    predicted, truths = [box(0, 0, 400, 400)], [box(200, 200, 600, 600), box(300, 0, 700, 400)]
-    assert all(0 < mask_iou(predicted[0], truth, 256) < 0.3 for truth in truths)
-    # Even when staying alone costs more than any pair.
-    result = match_objects(predicted, truths, MatchingConfig(fp_cost=50.0, fn_cost=50.0))
-    assert (result.pairs, result.false_negatives, result.gated) == ([], [0, 1], 2)
-
-
-@pytest.mark.req("MATCH-02")
 def test_a_pair_at_the_gate_is_feasible() -> None:
     predicted, truth = box(0, 0, 999, 999), box(0, 0, 333, 999)
     iou = mask_iou(predicted, truth, 256)
     assert match_objects([predicted], [truth], MatchingConfig(maskiou_gate=iou)).gated == 0
     above = MatchingConfig(maskiou_gate=float(np.nextafter(iou, 1)))
     assert match_objects([predicted], [truth], above).gated == 1
-
-
-@pytest.mark.req("MATCH-02")
-def test_the_gate_keeps_a_poor_pair_from_forcing_a_better_one_apart() -> None:
-    truths = [box(0, 0, 400, 400), box(100, 0, 500, 400)]
-    predicted = [box(100, 0, 500, 400), box(600, 0, 1000, 400)]
-    assert match_objects(predicted, truths, MatchingConfig()).pairs == [(0, 1)]
-
-
-@pytest.mark.req("MATCH-02")
-def test_cheap_dummies_leave_poor_pairs_unmatched() -> None:
-    predicted, truths = [box(0, 0, 400, 400)], [box(0, 0, 400, 200)]
-    assert match_objects(predicted, truths, MatchingConfig()).pairs == [(0, 0)]
-    # A pair that costs 0.5 against one object alone on each side.
-    for fp_cost, fn_cost, pairs in ((0.1, 0.35, []), (0.35, 0.1, []), (0.1, 0.45, [(0, 0)])):
-        config = MatchingConfig(fp_cost=fp_cost, fn_cost=fn_cost)
-        assert match_objects(predicted, truths, config).pairs == pairs
 
 
 HOMES = (box(300, 300, 700, 700), poly(250, 250, 720, 280, 690, 740, 500, 500))
@@ -291,3 +234,127 @@ def test_every_object_is_matched_once_or_left_alone_as_cheaply_as_the_gate_allow
     again = match_objects(predicted, truths, config)
     assert (again.pairs, again.gated) == (result.pairs, result.gated)
     assert np.array_equal(again.mask_iou, result.mask_iou, equal_nan=True)
+
+
+# --- masks, against pycocotools ---------------------------------------------------------
+
+
+RESOLUTIONS = [2, 3, 16, 100, 256, 999, 1024]
+WHOLE = box(0, 0, 999, 999)
+
+
+def all_ious(a: list[PlainShape], b: list[PlainShape], resolution: int) -> list[list[float]]:
+    wanted = np.ones((len(a), len(b)), dtype=np.bool_)
+    ious: list[list[float]] = mask_ious(Shapes.of(a), Shapes.of(b), wanted, resolution).tolist()
+    return ious
+
+
+def edge(k: int, resolution: int) -> int:
+    """Pixels before bin k: k (R - 1) / 999 to the nearest whole number, in integers."""
+    return (2 * k * (resolution - 1) + 999) // 1998
+
+
+# ---- what has no mask ----------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize(
+    ("coords", "said"),
+    [
+        ((), "3 or more points, not 0$"),
+        ((5, 5), "3 or more points, not 1$"),
+        ((5, 5, 7, 7), "3 or more points, not 2$"),
+        ((1, 2, 3, 4, 5, 6, 7), "7 values are no points$"),
+    ],
+)
+def test_a_polygon_of_fewer_than_three_points_or_of_half_a_point_is_refused(
+    coords: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        mask_iou(Shape("poly", coords), WHOLE, 256)
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", [1, 4097, 2**16 + 1])
+def test_a_canvas_is_refused_that_pycocotools_cannot_count(resolution: int) -> None:
+    with pytest.raises(AssertionError, match="pixels"):
+        mask_iou(WHOLE, WHOLE, resolution)
+    with pytest.raises(ValidationError, match="maskiou_resolution"):
+        MatchingConfig(maskiou_resolution=resolution)
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", [2, MAX_RESOLUTION])
+def test_the_smallest_and_the_largest_canvas_are_drawn(resolution: int) -> None:
+    whole = poly(0, 0, 999, 0, 999, 999, 0, 999)
+    side = MatchingConfig(maskiou_resolution=resolution).maskiou_resolution
+    assert mask_iou(whole, WHOLE, side) == 1.0
+
+
+# ---- boxes ---------------------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+def test_a_box_begins_and_ends_at_the_pixel_edge_nearest_to_each_bin(resolution: int) -> None:
+    bins, side = range(1000), resolution - 1
+    edges = [edge(k, resolution) for k in bins]
+    for shapes, covered in (
+        ([box(0, 0, k, 999) for k in bins], edges),
+        ([box(0, 0, 999, k) for k in bins], edges),
+        ([box(k, 0, 999, 999) for k in bins], [side - e for e in edges]),
+        ([box(0, k, 999, 999) for k in bins], [side - e for e in edges]),
+    ):
+        masks = [coco_mask_of(shape, resolution) for shape in shapes]
+        assert [coco_mask.area(mask) for mask in masks] == [n * side for n in covered]
+        theirs = coco_mask.iou(masks, [coco_mask_of(WHOLE, resolution)], [0])
+        assert all_ious([*shapes], [WHOLE], resolution) == theirs.tolist()
+
+
+# ---- any two shapes ------------------------------------------------------------------
+
+BOXES = st.one_of(boxes(), boxes(PLACES), st.tuples(BINS, BINS, BINS, BINS).map(lambda c: box(*c)))
+SHAPES = st.one_of(BOXES, polygons())
+
+
+@pytest.mark.req("MATCH-02")
+@given(
+    st.lists(SHAPES, min_size=1, max_size=3),
+    st.lists(SHAPES, min_size=1, max_size=3),
+    st.sampled_from(RESOLUTIONS[:5]),
+)
+def test_boxes_and_polygons_overlap_as_in_pycocotools(
+    a: list[PlainShape], b: list[PlainShape], resolution: int
+) -> None:
+    ours = all_ious(a, b, resolution)
+    assert ours == coco_ious(a, b, resolution)
+    assert ours == np.transpose(all_ious(b, a, resolution)).tolist()
+
+
+@pytest.mark.req("MATCH-02")
+@given(st.tuples(*[st.integers(-2000, 3000)] * 6), st.integers(2, 300))
+def test_coordinates_are_clamped_before_anything_else(coords: list[int], side: int) -> None:
+    inside = tuple(min(max(value, 0), 999) for value in coords)
+    ring, corners = poly(*coords), box(*coords[:4])
+    assert all_ious([ring, corners], [corners], side) == all_ious(
+        [poly(*inside), box(*inside[:4])], [box(*inside[:4])], side
+    )
+
+
+# ---- what is computed ----------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-01")
+def test_bounding_boxes_hold_every_point_of_a_shape() -> None:
+    shapes: list[PlainShape] = [poly(5, 9, 3, 20, 8, 1), box(4, 3, 2, 1), box(-5, 0, 2000, 7)]
+    assert Shapes.of(shapes).boxes.tolist() == [[3, 1, 8, 20], [2, 1, 4, 3], [0, 0, 999, 7]]
+    assert Shapes.of([]).boxes.shape == (0, 4)
+
+
+@pytest.mark.req("MATCH-01")
+def test_the_iou_of_boxes_is_their_common_area_over_the_area_of_both() -> None:
+    a = np.array([0.0, 0.0, 10.0, 10.0])
+    others = np.array([[0, 0, 10, 10], [0, 0, 5, 10], [5, 5, 15, 15], [10, 0, 20, 10]], float)
+    assert box_iou(a, others).tolist() == [1.0, 0.5, 25 / 175, 0.0]
+    point = np.array([3.0, 3.0, 3.0, 3.0])
+    assert box_iou(point, point) == 0.0

@@ -1,20 +1,15 @@
 """The keys that a run logs, with every loss module, both channels and an evaluation."""
 
-import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.runs.declared import COORD_DIAG, LOSSES, METRICS, TRAINER, declared_keys
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
 from learner.types import Channel
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 Line = dict[str, Any]
 
@@ -43,8 +38,8 @@ def lines(
 ) -> list[Line]:
     out = tmp_path_factory.mktemp("everything") / "run"
     config = parse_config(with_everything(small_mapping(toy_checkpoint, toy_data, out)))
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    folder = run_quietly(config)
+    return metric_lines(folder)
 
 
 def step_of(lines: list[Line], channel: Channel) -> Line:

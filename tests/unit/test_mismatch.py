@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_parts.engines import samples as fixed_samples
+from benchmarks.fixed_engines import samples as fixed_samples
 from learner.config import merge, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
@@ -32,9 +32,8 @@ from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
 from tests.unit.answers import entry
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import box, mixed_samples
+from tests.unit.mixed_samples import box
 from tests.unit.packed_logits import packed_logits
-from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import written
 from tests.unit.test_forwards import CONFIG, Given, Nobody, Ran, pack
 from tests.unit.test_head import CHUNK, VOCABULARY, Products
@@ -51,11 +50,6 @@ def learner(
 ) -> ToyLearner:
     out = tmp_path_factory.mktemp("out")
     return ToyLearner(sharpened(load_small(toy_checkpoint, toy_data, out), 8))
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 def texts(samples: Sequence[Sample]) -> list[str]:
@@ -243,24 +237,8 @@ def test_a_step_logs_the_mismatch_of_its_packs() -> None:
     )
 
 
-def test_a_step_logs_what_it_has_compared_within_the_bound() -> None:
-    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
-    assert mismatches(step(config(bound=0.1), (1.0, 1.0), packs=0)) == {"mismatch/tokens": 0}
-    assert mismatches(step(config(logprobs=False), (0.5, 0.5))) == {}
-
-
-@pytest.mark.req("DDP-02")
-def test_a_replay_is_not_counted() -> None:
-    found = in_ranks(
-        2, lambda peers: step(config(), (0.5, 0.5), peers, packs=3 if peers.rank else 1)
-    )
-    one, three = (each.result() for each in found)
-    assert one.metrics["step/replays"] == 2
-    assert one.metrics["mismatch/tokens"] == 2
-    assert three.metrics["mismatch/tokens"] == 6
-
-
 def test_a_step_above_the_bound_ends_the_run_and_names_causes() -> None:
+    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
     with pytest.raises(RunError) as caught:
         step(config(bound=0.4), (0.25, 0.75))
     message = str(caught.value)
@@ -269,14 +247,3 @@ def test_a_step_above_the_bound_ends_the_run_and_names_causes() -> None:
     assert "rollout_matching.max_logprob_mismatch, 0.4" in message
     for cause in ("model.torch_dtype", "sync.verify: full", "version_lag"):
         assert cause in message
-
-
-@pytest.mark.req("DDP-01")
-def test_a_step_above_the_bound_ends_all_processes() -> None:
-    """Threads have no all-reduce, so only one of them sees a mean above the bound."""
-    found = in_ranks(
-        2, lambda peers: step(config(bound=0.4), (0.5, 0.5) if peers.rank else (0.1, 0.1), peers)
-    )
-    zero, one = (str(each.exception()) for each in found)
-    assert one.startswith("step 12: ")
-    assert zero == f"learner process 1 failed: {one}"

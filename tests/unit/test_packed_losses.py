@@ -14,7 +14,7 @@ from learner.models.self_context import SelfContext
 from learner.runs.metrics import rollout_payload
 from learner.types import Channel, Sample
 from tests.unit.answers import entry
-from tests.unit.mixed_samples import box, mixed_samples
+from tests.unit.mixed_samples import box
 from tests.unit.small_run import small_mapping, written
 from tests.unit.toy_learner import ToyLearner, sharpened, with_awake_adapters
 
@@ -28,11 +28,6 @@ SETUPS: dict[str, tuple[dict[str, Any], float]] = {
     "checkpointing": ({"model": {"gradient_checkpointing": True}}, 4),
     "lora": ({"tuner": LORA, "model": {"gradient_checkpointing": True}}, 8),
 }
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module", params=list(SETUPS.values()), ids=list(SETUPS))

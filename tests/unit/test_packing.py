@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.training import TrainingConfig
-from learner.rollout.distribution import cut, part_size
 from learner.stages.packing import SegmentBuffer, StepPacker, forwards_due
 from learner.stages.packing.plan import plan_packs, select_segments
 from learner.types import Place
@@ -63,28 +62,6 @@ def test_a_segment_longer_than_a_pack_is_refused_with_three_ways_out() -> None:
         select_segments([5, 21], 20)
     with pytest.raises(ContractError, match="index 1 of the pool"):
         plan_packs([5, 21], 20, 0.5)
-
-
-@pytest.mark.req("PACK-01")
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_pack_that_holds_nothing_refuses_every_segment(capacity: int) -> None:
-    assert select_segments([], capacity) == []
-    assert plan_packs([], capacity, 0.5) == []
-    for pack in (lambda: select_segments([1], capacity), lambda: plan_packs([1], capacity, 0.5)):
-        with pytest.raises(ContractError, match="global_max_length"):
-            pack()
-
-
-@pytest.mark.parametrize("length", [0, -3])
-def test_a_segment_without_tokens_is_a_mistake_of_the_program(length: int) -> None:
-    buffer: SegmentBuffer[str] = SegmentBuffer(20, limit=8)
-    for pack in (
-        lambda: select_segments([5, length], 20),
-        lambda: plan_packs([5, length], 20, 0.5),
-        lambda: buffer.add("a", length, "a"),
-    ):
-        with pytest.raises(AssertionError, match=f"has {length} tokens"):
-            pack()
 
 
 # ---- one pack out of a buffer --------------------------------------------------------
@@ -191,8 +168,6 @@ def test_a_full_buffer_names_the_sample_and_the_ways_out() -> None:
 # ---- a whole pool --------------------------------------------------------------------
 
 MIN_FILLS = st.sampled_from([0.0, 0.5, 0.7, 0.9, 1.0])
-PERCENT = [20, 65, 72, 5, 39, 67, 21, 23, 12, 21, 21, 17, 47, 10, 50, 43, 76, 39, 45, 5, 14, 76]
-UNEVEN = [18, 14, 13, 13, 12, 10, 9, 9, 7, 7, 6, 4, 2]
 
 
 @pytest.mark.req("PACK-03", "ARCH-02")
@@ -263,17 +238,6 @@ def test_a_plan_holds_every_segment_once_and_is_no_worse_than_either_baseline(
         assert badness(found, capacity, min_fill) <= badness(baseline, capacity, min_fill)
 
 
-@pytest.mark.req("PACK-03")
-@given(st.lists(LENGTHS, max_size=40), st.randoms(use_true_random=False))
-def test_the_order_of_a_pool_does_not_matter_to_its_packs(
-    lengths: list[int], chance: random.Random
-) -> None:
-    shuffled = chance.sample(lengths, len(lengths))
-    plans = [lengths_in(plan_packs(pool, CAPACITY, 0.7), pool) for pool in (lengths, shuffled)]
-    packs, others = (sorted(sorted(pack) for pack in plan) for plan in plans)
-    assert packs == others
-
-
 @pytest.mark.req("PACK-03", "RES-28")
 def test_plans_of_steps_have_at_most_one_pack_more_than_their_tokens_need_in_1_of_20() -> None:
     chance = random.Random(0)
@@ -285,22 +249,6 @@ def test_plans_of_steps_have_at_most_one_pack_more_than_their_tokens_need_in_1_o
         assert over <= 1
         more += over
     assert more <= 5
-
-
-@pytest.mark.req("STEP-03", "PACK-03")
-@pytest.mark.parametrize(("samples", "median"), [(32, 1_500), (32, 2_500), (8, 2_500)])
-def test_packs_of_a_step_learned_in_parts_are_nearly_as_full(samples: int, median: int) -> None:
-    chance = random.Random(0)
-    whole, parts = list[float](), list[float]()
-    for _ in range(50):
-        drawn = [round(chance.lognormvariate(math.log(median), 0.5)) for _ in range(samples)]
-        coming = items(*[min(length, 12_000) for length in drawn])
-        for fills, size in ((whole, samples), (parts, part_size(samples, samples))):
-            packer = step(limit=256, min_fill=0.6, capacity=12_000)
-            for part in cut(samples, size):
-                packer.chunk([coming[i] for i in part], last=part.stop == samples)
-            fills.append(packer.fill)
-    assert sum(parts) >= 0.95 * sum(whole)
 
 
 # ---- the packs of one step -----------------------------------------------------------
@@ -358,15 +306,6 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
     assert packing.chunk([], last=True) == []
 
 
-@pytest.mark.req("PACK-03")
-def test_the_last_segments_share_the_fewest_packs_with_all_that_waits() -> None:
-    packing = step(min_fill=0.9)
-    assert packing.chunk(items(10), last=False) == []
-    # One underfilled pack of 14 rather than two of 17.
-    assert sorted(lengths_of(packing.chunk(items(10, 7, 7), last=True))) == [[7, 7], [10, 10]]
-    assert packing.chunk([], last=True) == []
-
-
 @pytest.mark.req("PACK-01")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_segment_that_no_pack_or_buffer_holds_is_named_by_its_sample(last: bool) -> None:
@@ -416,21 +355,6 @@ def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
         "packing/post_rollout_selected_total_len": total,
     }
     assert fills == [packer.fill] == [fill]
-
-
-@pytest.mark.req("PACK-05", "MET-03")
-def test_a_place_counts_the_segments_received_when_its_pack_was_made() -> None:
-    packer = step(min_fill=0.7)
-    first, second, third, fourth = items(12, 6, 8, 2)
-    assert packer.chunk([first, second], last=False) == []
-    assert packer.chunk([third], last=False) == [[first, third]]
-    assert packer.chunk([fourth], last=True) == [[second, fourth]]
-    assert packer.places == [
-        Place(12, pack=0, position=0, come=3),
-        Place(6, pack=1, position=0, come=4),
-        Place(8, pack=0, position=1, come=3),
-        Place(2, pack=1, position=1, come=4),
-    ]
 
 
 @pytest.mark.req("DDP-02")

@@ -2,12 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
@@ -20,7 +16,7 @@ from learner.stages.formats.objects_array import OBJECTS_ARRAY
 from learner.stages.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
-    coords,
+    CAT,
     encode,
     entry,
     parse,
@@ -62,34 +58,6 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
     assert parsed.entry_ends == [(end - 1, 0)]
 
 
-@pytest.mark.req("PARSE-01")
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
-def test_ids_may_come_as_an_array_or_a_tensor(
-    tokenizer: PreTrainedTokenizerFast, kind: Callable[[list[int]], Any]
-) -> None:
-    ids = encode(tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
-    parsed = parse_rollout(kind(ids), tokenizer)
-    assert parsed == parse_rollout(ids, tokenizer)
-    assert len(parsed.objects) == 2
-    assert {type(token_id) for token_id in parsed.prefix_token_ids} == {int}
-
-
-@pytest.mark.req("PARSE-03", "PARSE-01")
-@pytest.mark.scenario("Dict keys are not sorted for matching order")
-def test_objects_keep_the_order_of_their_appearance(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, "{" + entry(10) + ", " + entry(2) + "}")
-    assert [found.index for found in parsed.objects] == [10, 2]
-
-
-@pytest.mark.req("PARSE-04")
-@pytest.mark.scenario("geometry-first object remains valid under strict parse")
-def test_field_order_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
-    desc_first = parse(tokenizer, with_value(f'{{"desc": "stop!", "bbox_2d": {BOX}}}'))
-    geometry_first = parse(tokenizer, with_value(f'{{"bbox_2d": {BOX}, "desc": "stop!"}}'))
-    assert desc_first.objects[0].shape == geometry_first.objects[0].shape
-    assert desc_first.objects[0].desc == geometry_first.objects[0].desc == "stop!"
-
-
 @pytest.mark.req("RES-12", "PARSE-01", "PARSE-04")
 @pytest.mark.parametrize("desc", ["cat", "🧿", "🧿 cat 🧿🧿", "猫🧀"])
 @pytest.mark.parametrize(
@@ -104,36 +72,6 @@ def test_bare_coordinate_tokens_are_accepted(
 ) -> None:
     parsed = parse(tokenizer, with_value(f'{{"desc": "{desc}", "bbox_2d": {array}}}'))
     assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
-
-
-@pytest.mark.req("PARSE-01")
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_the_tokens_of_an_entry_and_of_its_description_end_where_they_do(
-    tokenizer: PreTrainedTokenizerFast, order: str
-) -> None:
-    fields = [['"desc":', " ", '"', "c", "a", "t", '"'], [f'"bbox_2d": {BOX}']]
-    if order == "geometry_first":
-        fields.reverse()
-    parts = ["{", '"object_1"', ":", " {", *fields[0], ",", *fields[1], "}", " ", "}"]
-    ids = [encode(tokenizer, part) for part in parts]
-    (found,) = parse_rollout([token for part in ids for token in part], tokenizer).objects
-    begin = [sum(map(len, ids[:k])) for k in range(len(parts))]
-    assert found.token_span == (begin[1], begin[-2])
-    assert found.desc_token_indices == [begin[parts.index(letter)] for letter in "cat"]
-
-
-@pytest.mark.req("PARSE-01")
-def test_escapes_in_a_description_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, with_value(rf'{{"desc": "a \"}}\" \\\u00e9", "bbox_2d": {BOX}}}'))
-    assert parsed.objects[0].desc == 'a "}" \\é'
-
-
-@pytest.mark.req("PARSE-02")
-def test_im_end_ends_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
-    for end, truncated in (("}", False), ("", True)):
-        parsed = parse(tokenizer, "{" + entry(1) + end + "<|im_end|>, " + entry(2) + "}")
-        assert [found.index for found in parsed.objects] == [1]
-        assert parsed.truncated == truncated
 
 
 @pytest.mark.req("PARSE-02", "PARSE-05")
@@ -152,13 +90,6 @@ def test_the_token_of_an_image_ends_the_answer_as_it_is_no_text(
     assert prefix(seeing, parsed) == kept
     blind = parse(tokenizer, text)
     assert blind.objects[-1].desc == f"a {placeholder}"
-
-
-def test_text_after_the_closing_brace_is_trimmed(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, "{" + entry(1) + "} {" + entry(2) + "} and so on")
-    assert [found.index for found in parsed.objects] == [1]
-    assert not parsed.truncated
-    assert prefix(tokenizer, parsed) == "{" + entry(1)
 
 
 # ---- drop reasons --------------------------------------------------------------------
@@ -189,16 +120,6 @@ def test_brackets_too_deep_to_be_coordinates_count_as_nested(
     parsed = parse(tokenizer, text)
     assert parsed.dropped == [("object_2", "key_invalid")]
     assert [found.index for found in parsed.objects] == [1, 3]
-
-
-@pytest.mark.req("PARSE-04", "RES-02")
-def test_a_polygon_is_dropped_in_the_two_channel_variant(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    text = with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}')
-    assert parse(tokenizer, text, allow_poly=False).dropped == [("object_1", "poly_unsupported")]
-    short = with_value(f'{{"desc": "roof", "poly": {coords(1, 2)}}}')
-    assert parse(tokenizer, short, allow_poly=False).dropped == [("object_1", "wrong_arity")]
 
 
 @pytest.mark.req("PARSE-04")
@@ -286,34 +207,68 @@ def test_a_repeated_key_is_invalid(tokenizer: PreTrainedTokenizerFast, first: st
 # The largest number that counts.
 HUGE = 10**639 - 1
 
+ONE, BOTH = "{" + entry(1), "{" + entry(1) + ", " + entry(2)
+NINE = [("object_9", "key_invalid")]
+GEOMETRY_FIRST = f'{{"object_1": {{"bbox_2d": {BOX}, "desc": "cat"}}'
+Drops = list[tuple[str, str]]
 
-@pytest.mark.req("PARSE-05", "PARSE-04")
-@pytest.mark.parametrize(
-    "tail",
-    [
-        "",
-        ",",
-        ", ",
-        ', "obj',
-        ', "object_9"',
-        ', "object_9": {"de',
-        ', "object_9": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "',
-        ', "object_9": [{"desc": "cat"}',
-        ', "object_9": {"desc": "cat", "bbox_2d": [' + "[" * 50,
-        " nonsense",
-    ],
+# (answer, what is kept of it, numbers of its objects, what is dropped, whether it is truncated)
+READ: list[tuple[str, str, list[int], Drops, bool]] = [
+    (
+        "{" + entry(10) + ", " + entry(2) + "}",
+        "{" + entry(10) + ", " + entry(2),
+        [10, 2],
+        [],
+        False,
+    ),
+    (GEOMETRY_FIRST + "}", GEOMETRY_FIRST, [1], [], False),
+    (" \t\r\n  " + ONE + "}", " \t\r\n  " + ONE, [1], [], False),
+    # Behind its end.
+    (ONE + "}<|im_end|>, " + entry(2) + "}", ONE, [1], [], False),
+    (ONE + "<|im_end|>, " + entry(2) + "}", ONE, [1], [], True),
+    (ONE + "} {" + entry(2) + "} and so on", ONE, [1], [], False),
+    # Unfinished: cut after the last complete object.
+    *((BOTH + tail, BOTH, [1, 2], [], True) for tail in ("", ",", ", ", ', "obj', " nonsense")),
+    *(
+        (BOTH + ', "object_9"' + tail, BOTH, [1, 2], NINE, True)
+        for tail in (
+            "",
+            ': {"de',
+            ': {"desc": "cat", "bbox_2d": ["<|coord_1|>", "',
+            ': [{"desc": "cat"}',
+            ': {"desc": "cat", "bbox_2d": [' + "[" * 50,
+        )
+    ),
+    # Without a complete object the first brace is kept.
+    *((text, "{", [], [], True) for text in ("{", "{ ", '{"', '{"object_1')),
+    *((text, "{", [], [], False) for text in ("{}", "{ }")),
+    ('{"object_9": {"desc": "ca', "{", [], NINE, True),
+    ('{"object_9": 5}', "{", [], NINE, False),
+]
+
+
+@pytest.mark.req("PARSE-01", "PARSE-02", "PARSE-03", "PARSE-04", "PARSE-05")
+@pytest.mark.scenario(
+    "Dict keys are not sorted for matching order",
+    "geometry-first object remains valid under strict parse",
 )
-def test_an_unfinished_end_is_cut_after_the_last_complete_object(
-    tokenizer: PreTrainedTokenizerFast, tail: str
+@pytest.mark.parametrize(("text", "kept", "numbers", "dropped", "truncated"), READ)
+def test_an_answer_is_read_in_order_and_cut_behind_its_last_complete_object(
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    kept: str,
+    numbers: list[int],
+    dropped: Drops,
+    truncated: bool,
 ) -> None:
-    kept = "{" + entry(1) + ", " + entry(2)
-    parsed = parse(tokenizer, kept + tail)
-    assert parsed.truncated
+    parsed = parse(tokenizer, text)
     assert prefix(tokenizer, parsed) == kept
-    assert [found.index for found in parsed.objects] == [1, 2]
-    assert parsed.max_object_index == 2
-    unfinished = [("object_9", "key_invalid")] if '"object_9"' in tail else []
-    assert parsed.dropped == unfinished
+    assert [found.index for found in parsed.objects] == numbers
+    assert {(found.desc, found.shape) for found in parsed.objects} <= {(CAT.desc, CAT.shape)}
+    assert [place for _, place in parsed.entry_ends] == list(range(len(numbers)))
+    assert parsed.max_object_index == max(numbers, default=0)
+    assert (parsed.dropped, parsed.truncated) == (dropped, truncated)
+    assert not parsed.invalid_rollout
 
 
 @pytest.mark.req("PARSE-05")
@@ -334,32 +289,6 @@ def test_only_the_token_the_cut_falls_into_is_replaced(
         kept = parse_rollout(ids, tokenizer).prefix_token_ids
         assert kept[:at] == ids[:at]
         assert "".join(pieces(tokenizer, kept[at:])) == fused[:-1]
-
-
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize(
-    "text",
-    ["{", "{ ", "{}", "{ }", '{"', '{"object_1', '{"object_1": {"desc": "ca', '{"object_1": 5}'],
-)
-def test_without_a_complete_object_the_first_brace_is_kept(
-    tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    parsed = parse(tokenizer, text)
-    assert prefix(tokenizer, parsed) == "{"
-    assert (parsed.objects, parsed.entry_ends, parsed.max_object_index) == ([], [], 0)
-    assert not parsed.invalid_rollout
-    assert parsed.truncated == (not text.endswith("}"))
-
-
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize("space", [" ", "\n", " \t\r\n  "])
-def test_white_space_before_the_first_brace_is_kept(
-    tokenizer: PreTrainedTokenizerFast, space: str
-) -> None:
-    ids = encode(tokenizer, space) + encode(tokenizer, "{" + entry(1) + "}")
-    parsed = parse_rollout(ids, tokenizer)
-    assert prefix(tokenizer, parsed) == space + "{" + entry(1)
-    assert not parsed.invalid_rollout
 
 
 @pytest.mark.req("PARSE-05")

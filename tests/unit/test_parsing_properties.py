@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.stages.formats.coord_json import parse_rollout
-from learner.stages.tokens import IM_END
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     DESCRIPTIONS,
@@ -22,88 +20,12 @@ from tests.unit.answers import (
     entry,
     ground_truths,
     pieces,
-    rollouts,
     text_of,
 )
 from tests.unit.dropped_values import BOX, DROPPED
-from tests.unit.parse_invariants import check_parsed
 from tests.unit.reference_parser import Reading, as_found, parse_slowly, read_symbols
 
 FUZZ = settings(suppress_health_check=list(HealthCheck))
-
-# More ids than either tokenizer has, and fewer than none.
-ANY_IDS = st.lists(st.one_of(st.integers(-2, 1_450), st.integers(-2, 154_000)), max_size=60)
-
-
-# ---- any ids -------------------------------------------------------------------------
-
-
-@pytest.mark.req("PARSE-05", "PARSE-06", "PARSE-07")
-@FUZZ
-@given(ids=ANY_IDS)
-def test_no_ids_raise(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
-    parsed = parse_rollout(ids, tokenizer)
-    assert parsed == parse_rollout(ids, tokenizer)
-    check_parsed(ids, parsed, tokenizer)
-
-
-FAULTY_FIELDS: dict[str, Callable[[ParsedRollout], ParsedRollout]] = {
-    "an id too few": lambda p: replace(p, prefix_token_ids=p.prefix_token_ids[:-1]),
-    "an id too many": lambda p: replace(p, prefix_token_ids=[*p.prefix_token_ids, 0]),
-    "another id": lambda p: replace(p, prefix_token_ids=[0, *p.prefix_token_ids[1:]]),
-    "a smaller number": lambda p: replace(p, max_object_index=1),
-    "an object forgotten": lambda p: replace(p, objects=p.objects[1:]),
-    "objects out of order": lambda p: replace(p, objects=p.objects[::-1]),
-    "an entry end moved": lambda p: replace(p, entry_ends=[(3, 0), *p.entry_ends[1:]]),
-    "another key": lambda p: with_first(p, key="object_9"),
-    "a box turned": lambda p: with_first(p, coords=p.objects[0].coords[::-1]),
-    "positions moved": lambda p: with_first(
-        p, coord_token_indices=[i + 1 for i in p.objects[0].coord_token_indices]
-    ),
-    "a span too short": lambda p: with_first(p, token_span=(0, p.objects[0].token_span[1] - 1)),
-    "a blank description": lambda p: with_first(p, desc=" "),
-    "a description elsewhere": lambda p: with_first(p, desc_token_indices=[0, 5]),
-}
-
-
-def with_first(parsed: ParsedRollout, **fields: Any) -> ParsedRollout:
-    return replace(parsed, objects=[replace(parsed.objects[0], **fields), *parsed.objects[1:]])
-
-
-@pytest.mark.parametrize("fault", FAULTY_FIELDS)
-def test_a_fault_is_noticed(toy_tokenizer: PreTrainedTokenizerFast, fault: str) -> None:
-    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
-    parsed = parse_rollout(ids, toy_tokenizer)
-    check_parsed(ids, parsed, toy_tokenizer)
-    with pytest.raises(AssertionError):
-        check_parsed(ids, FAULTY_FIELDS[fault](parsed), toy_tokenizer)
-
-
-@pytest.mark.req("PARSE-02")
-@FUZZ
-@given(data=st.data())
-def test_what_follows_the_end_of_the_turn_changes_nothing(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    ids = data.draw(rollouts(tokenizer))
-    turn = encode(tokenizer, IM_END)
-    parsed = parse_rollout([*ids, *turn, *data.draw(ANY_IDS)], tokenizer)
-    assert parsed == parse_rollout(ids, tokenizer)
-
-
-@pytest.mark.req("PARSE-04")
-@FUZZ
-@given(data=st.data())
-def test_without_polygons_everything_but_they_is_read_the_same(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    ids = data.draw(rollouts(tokenizer))
-    both = parse_rollout(ids, tokenizer)
-    boxes = parse_rollout(ids, tokenizer, allow_poly=False)
-    assert boxes.objects == [found for found in both.objects if found.kind == "bbox_2d"]
-    polys = [(found.key, "poly_unsupported") for found in both.objects if found.kind == "poly"]
-    assert sorted(boxes.dropped) == sorted(both.dropped + polys)
-    assert boxes.prefix_token_ids == both.prefix_token_ids
 
 
 # ---- against the reference -----------------------------------------------------------
@@ -174,15 +96,6 @@ def as_reading(parsed: ParsedRollout, tokenizer: PreTrainedTokenizerFast) -> Rea
         dropped=parsed.dropped,
         entry_ends=parsed.entry_ends,
     )
-
-
-@pytest.mark.req("PARSE-04")
-@pytest.mark.parametrize(("value", "reason"), DROPPED.items())
-def test_the_slow_parser_knows_each_reason_too(
-    toy_tokenizer: PreTrainedTokenizerFast, value: str, reason: str
-) -> None:
-    ids = encode(toy_tokenizer, "{" + entry(1) + f', "object_2": {value}, ' + entry(3) + "}")
-    assert parse_slowly(ids, toy_tokenizer).dropped == [("object_2", reason)]
 
 
 # ---- tokens of Qwen that hold a closing brace ----------------------------------------
@@ -261,27 +174,16 @@ HOSTILE = {
         '"object_1": {"desc": "cat", "bbox_2d": ' + BOX.replace('"', "") + "}, ",
     ),
     "objects with part of a character": ("{", entry(1, "🧿 🧿") + ", "),
-    "objects that are no JSON": ("{", '"object_1": {"desc": "cat",, "bbox_2d": ' + BOX + "}, "),
     "one coordinate array": ('{"object_1": {"desc": "cat", "poly": [', '"<|coord_1|>", '),
     "one description": ('{"object_1": {"desc": "', "cat"),
     "one description of escapes": ('{"object_1": {"desc": "', r"\\\""),
-    "one description of parts of characters": ('{"object_1": {"desc": "', "🧿"),
     "one key": ('{"', "object_1"),
-    "keys": ("{", '"object_1": '),
     "white space": ("", " "),
     "white space behind a key": ('{"object_1"', " "),
-    "strings": ("{", '"a" '),
-    "quotes": ("{", '"'),
     "escaped quotes": ("{", '\\"'),
     "opening braces": ("", "{"),
-    "closing braces": ('{"object_1": {', "}"),
-    "opening brackets": ("", "["),
     "opening brackets in an object": ('{"object_1": {"desc": "cat", "bbox_2d": ', "["),
-    "objects in brackets": ('{"object_1": [', '{"a": [1]}, '),
     "commas": ("{", ","),
-    "colons": ("{", ":"),
-    "NUL": ("{", "\x00"),
-    "unpaired surrogates": ("{", entry(1, r"\ud800") + ", "),
     "garbage": ("{", 'x } "y": ] 5, '),
 }
 
@@ -318,20 +220,11 @@ def count_calls(work: Callable[[], object]) -> int:
     return calls
 
 
+LEXEMES = [shape for shape in HOSTILE if shape.startswith(("one ", "white ", "escaped", "garb"))]
+
+
 @pytest.mark.req("PARSE-07")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        "one description",
-        "one description of escapes",
-        "one key",
-        "white space",
-        "white space behind a key",
-        "strings",
-        "escaped quotes",
-        "garbage",
-    ],
-)
+@pytest.mark.parametrize("shape", LEXEMES)
 def test_a_regular_expression_does_not_read_a_long_lexeme_again(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str
 ) -> None:

@@ -144,22 +144,6 @@ def test_rank_that_is_gone_breaks_the_collective_of_the_others() -> None:
 
 
 @pytest.mark.req("DDP-01")
-def test_rank_that_works_longer_than_the_patience_ends_the_run() -> None:
-    ranks = ranks_of(2, Timing(beat=600.0, linger=600.0), timeout_s=0.5)
-    given_up = threading.Event()
-
-    def work(peers: GroupPeers) -> None:
-        try:
-            peers.all_gather(lambda: given_up.wait(_LIMIT_S) if peers.rank == 1 else None)
-        finally:
-            given_up.set()
-
-    lost, told = outcomes(ranks, work)
-    assert "late: learner process 1" in str(lost)
-    assert isinstance(told, RunError)
-
-
-@pytest.mark.req("DDP-01")
 def test_waiting_rank_calls_meanwhile_again_and_again() -> None:
     looks = threading.Semaphore(0)
 
@@ -219,39 +203,6 @@ class Ended:
 
     def wait(self) -> None:
         assert self._once.wait(_LIMIT_S)
-
-
-class LookedAt(HashStore):
-    """looked: set once somebody looked for a process that has not left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looked = threading.Event()
-
-    def check(self, keys: list[str]) -> bool:
-        if not (found := super().check(keys)) and keys == ["left/1"]:
-            self.looked.set()
-        return found
-
-
-@pytest.mark.req("DDP-01")
-def test_process_0_keeps_the_store_until_the_others_have_left_or_its_limit() -> None:
-    store = LookedAt()
-    groups = gloo_groups(store, 2)
-    zero, one = (GroupPeers(r, 2, store, groups[r], QUICK) for r in range(2))
-
-    def leave(peers: GroupPeers) -> None:
-        with pytest.raises(ValueError, match="end"), peers.guarded():
-            raise ValueError("end")
-
-    leaving = threading.Thread(target=leave, args=[zero], daemon=True)
-    leaving.start()
-    assert store.looked.wait(_LIMIT_S)
-    assert leaving.is_alive()
-    with pytest.raises(RunError), one.guarded():
-        raise RuntimeError("its effect")
-    leaving.join(_LIMIT_S)
-    assert not leaving.is_alive()
 
 
 class LostStore(HashStore):

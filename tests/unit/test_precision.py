@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils.operations import convert_outputs_to_fp32
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -15,65 +14,13 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_model
-from learner.models.precision import autocast_of, compute_in, sharded_policy
 from learner.training.input_checks import check_inputs
 from learner.training.train import train_as
 from learner.training.trainer import StepTrainer, build_optimizer
-from learner.types import Sample
 from tests.unit.config_faults import changed
-from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
-from tests.unit.packed_logits import packed_logits
 from tests.unit.small_run import small_mapping
-from tests.unit.toy_learner import ToyLearner
 
 pytestmark = pytest.mark.req("FULL-03")
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
-
-
-def test_a_forward_computes_in_16_bits_and_what_it_returns_keeps_its_type() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    compute_in(model, "float32")
-    assert model(torch.ones(2, 4)).dtype == torch.float32
-    compute_in(model, "bfloat16")
-    found = model(torch.ones(2, 4))
-    assert found.dtype == torch.bfloat16
-    found.sum().backward()
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {
-        torch.float32
-    }
-
-
-def test_no_copies_of_weights_are_kept_during_a_forward() -> None:
-    with autocast_of("bfloat16", "cpu"):
-        assert not torch.is_autocast_cache_enabled()
-
-
-def test_loss_and_gradients_equal_those_with_float32_copies_of_what_a_forward_returns(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, samples: list[Sample]
-) -> None:
-    """As accelerate's mixed precision has it."""
-
-    def loaded(dtype: str) -> LoadedModel:
-        return load_small(toy_checkpoint, toy_data, tmp_path, model={"torch_dtype": dtype})
-
-    ours, theirs = ToyLearner(loaded("bfloat16")), ToyLearner(loaded("float32"))
-    forward = torch.autocast("cpu", torch.bfloat16)(theirs.model.forward)
-    theirs.model.forward = convert_outputs_to_fp32(forward)
-    pack = ours.pack(samples)
-    assert packed_logits(ours.model, pack).dtype == torch.bfloat16
-    one, other = ours.loss(pack), theirs.loss(pack)
-    assert one.total.dtype == torch.float32
-    assert one.total.item() == pytest.approx(other.total.item(), rel=1e-3)
-    found, wanted = ours.gradients(one), theirs.gradients(other)
-    for name, gradient in wanted.items():
-        assert found[name].dtype == torch.float32
-        assert (found[name] - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6, name
 
 
 class Seen:
@@ -129,13 +76,6 @@ def test_a_run_in_16_bits_trains_float32_weights_by_float32_statistics(
     assert {moment.dtype for moment in moments} == {torch.float32}
     assert trainer.accelerator.mixed_precision == "no"
     assert not hasattr(trainer.model, "_original_forward"), "accelerate has wrapped it"
-
-
-def test_fsdp2_gathers_16_bits_and_sums_32() -> None:
-    """`tests/integration/test_processes.py` sees it in a run."""
-    policy = sharded_policy("bfloat16")
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert sharded_policy("float32").param_dtype is None
 
 
 @pytest.mark.parametrize("cuda", [False, True])

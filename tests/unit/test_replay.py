@@ -4,32 +4,21 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from learner.analysis.replay.compare import compare
-from learner.analysis.replay.rebuild import LoggedStep, Rebuilder
 from learner.cli import app
-from learner.config import dump_mapping, load_config, merge
-from learner.config.schema import Config
+from learner.config import dump_mapping, merge
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import load_model
-from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RunFolder
-from learner.stages.matching import match_objects
-from learner.stages.targets import assess, with_target
-from learner.types import AssessedRollout, Place, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
-from tests.unit.answers import ground_truths, rollouts
 from tests.unit.logged_runs import RunMaker
 from tests.unit.small_run import small_config
 from tests.unit.trained_run import TrainedRun
@@ -125,41 +114,6 @@ def test_steps_of_a_trained_run_and_of_two_processes_are_rebuilt(
     assert both.exit_code == 0, both.output
     numbers = next(line for line in both.output.splitlines() if line.startswith("metrics"))
     assert int(numbers.split()[1]) > 20
-
-
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("any")
-
-
-def corrected(
-    sample: Sample, output: RolloutOutput, tokenizer: PreTrainedTokenizerFast, config: Config
-) -> AssessedRollout:
-    matching = config.rollout_matching.matching
-    found = assess(
-        sample, output, tokenizer, partial(match_objects, config=matching), allow_poly=False
-    )
-    return with_target(found, tokenizer, config.custom.object_field_order, matching)
-
-
-@pytest.mark.req("REPLAY-01")
-@given(data=st.data())
-def test_any_answer_is_rebuilt_as_it_was_logged(
-    data: st.DataObject, tokenizer: PreTrainedTokenizerFast, finished: Path, empty: Path
-) -> None:
-    config = load_config(finished / "resolved_config.yaml")
-    roomy = config.model_copy(update={"global_max_length": 10**6})
-    poly = data.draw(st.booleans())
-    truths = tuple(data.draw(st.lists(ground_truths(allow_poly=poly), max_size=3)))
-    ids = data.draw(rollouts(tokenizer))
-    output = RolloutOutput([7, 8], ids, "", "stop", False, (1, 1), 3)
-    assessed = corrected(Sample("a.jsonl:1", (), 8, 8, truths), output, tokenizer, roomy)
-    places = [Place(2 + len(assessed.target.token_ids), 0, 0, 1)] if assessed.target else []
-    RolloutLog(empty).write(4, [assessed], places)
-    (answer,) = RunFolder(empty).answers(4)
-    replayed = compare(LoggedStep(4, [[answer]], {}), Rebuilder(roomy, tokenizer))
-    assert replayed.first is None
-    assert replayed.stages["packs"].compared == 1
 
 
 def in_first(change: Callable[[dict[str, Any]], object]) -> Callable[[list[dict[str, Any]]], None]:

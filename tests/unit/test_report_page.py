@@ -20,7 +20,6 @@ from learner.analysis.report.run_page import renew, reported, write_report
 from learner.commands.look import report as report_command
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.report_folder import MadeRun, answer, call_line, step_line
-from tests.unit.trained_run import STEPS, TrainedRun
 
 ROOT = Path(__file__).parents[2]
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \'"'
@@ -199,16 +198,6 @@ def test_bad_input_is_refused(run: str, out: str | None, found: str, tmp_path: P
     with pytest.raises(ContractError, match=re.escape(found)):
         report_command(tmp_path / run, tmp_path / out if out else None)
     assert not list(tmp_path.rglob("*.html"))
-
-
-@pytest.mark.req("MET-03", "REPORT-01")
-def test_training_leaves_its_report(trained_run: TrainedRun) -> None:
-    page = Page(trained_run.folder / "report.html")
-    assert f"Finished: {STEPS} steps in " in page.text
-    losses = [line["y"] for line in page.data["plots-data"]["training-loss"]["lines"]]
-    assert sum(map(len, losses)) == STEPS
-    assert len(page.data["gallery-data"]["cards"]) == 4, "of the step of channel B"
-    assert f"Report: {trained_run.folder}/report.html" in trained_run.printed
 
 
 def going_on(path: Path) -> Path:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers, sample_answers
+from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers
 from learner.analysis.report.findings import Finding, findings
 from learner.analysis.report.page import Tile
-from learner.analysis.report.plots import plots, running_mean, thinned
+from learner.analysis.report.plots import plots, thinned
 from learner.analysis.report.run_view import (
     RunView,
     evaluations_of,
@@ -58,17 +58,6 @@ def test_faults_of_an_answer_are_named(made: StepAnswer, fault: str) -> None:
 
 
 @pytest.mark.req("REPORT-01")
-def test_answers_are_ordered_by_f1_then_by_missed_objects() -> None:
-    best, one, three = answer("a:1"), missing(1, "b:1"), missing(3, "c:1")
-    half = answer("d:1", predicted=[CAT, ("owl", FAR)])
-    assert sample_answers([best, half, one, three]) == [three, one, half, best]
-    worst = [missing(1, f"worst:{place}") for place in range(5)]
-    shown = sample_answers([*good(40), *worst], most=9)
-    assert shown[:5] == worst
-    assert len(shown) == 9
-
-
-@pytest.mark.req("REPORT-01")
 def test_each_third_of_a_run_shows_its_worst_answers(tmp_path: Path) -> None:
     """The first third is much worse than the others."""
     answers: list[StepAnswer] = []
@@ -101,11 +90,6 @@ def test_thinned_series_keeps_extremes_order_and_gaps(values: list[float | None]
     assert set(short) <= set(points)
     assert (min(kept), max(kept)) == (min(known), max(known)) if known else not kept
     assert (None in values) == any(value is None for _, value in short)
-
-
-def test_running_mean_skips_gaps() -> None:
-    points = [(1, 2.0), (2, None), (3, 4.0), (4, 6.0), (5, 8.0), (6, 10.0)]
-    assert running_mean(points) == [(1, 2.0), (2, None), (3, 3.0), (4, 4.0), (5, 5.0), (6, 7.0)]
 
 
 @pytest.mark.req("REPORT-01", "LOGP-01")

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.resume import (
-    Start,
     data_digest,
     find_start,
     log_sizes,
-    prepare_folder,
     truncate_logs,
 )
 from learner.runs.run_folder import RESOLVED, identity_of_this_process
@@ -103,17 +100,6 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
     assert find_start(config, processes=1).step == 0
 
 
-@pytest.mark.req("RUN-01", "REPLAY-01")
-def test_logs_of_an_attempt_without_a_checkpoint_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    for name in ("rollout_calls.jsonl", "rollout_calls.rank1.jsonl", "rollouts/step_000001.jsonl"):
-        (tmp_path / name).write_text("{}\n")
-    (tmp_path / "notes.txt").touch()
-    prepare_folder(tmp_path, Start())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "rollouts"]
-    assert list((tmp_path / "rollouts").iterdir()) == []
-
-
 @pytest.mark.req("RUN-01")
 def test_a_broken_checkpoint_is_skipped_but_a_run_with_only_broken_ones_is_refused(
     mapping: dict[str, Any],
@@ -168,16 +154,6 @@ def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(mapping: dict[
         find_start(config, processes=1)
     assert {error.where.partition(".")[0] for error in caught.value.errors} == {"tuner"}
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_keys_of_saving_logging_and_decoding_may_change(mapping: dict[str, Any]) -> None:
-    with_checkpoint(parse_config(mapping), 4)
-    changes = {
-        "training": {"max_steps": 12, "save_steps": 3, "save_total_limit": 1, "run_name": "on"},
-        "rollout_matching": {"decode_batch_size": 2, "rollout_backend": "vllm"},
-        "custom": {"extra": {"note": 1}},
-    }
-    assert find_start(parse_config(merge(mapping, changes)), processes=1).step == 4
 
 
 @pytest.mark.req("RUN-01")
@@ -321,12 +297,6 @@ def test_a_finished_run_changes_no_file(
     assert sorted(path.parent.rglob("*")) == before
 
 
-def test_resume_without_checkpoints_is_refused(mapping: dict[str, Any]) -> None:
-    with pytest.raises(ContractErrors, match="nothing to go on from") as caught:
-        parse_config(merge(mapping, {"training": {"save_strategy": "no"}}))
-    assert caught.value.where == "training.resume"
-
-
 @pytest.mark.parametrize(
     ("content", "word"),
     [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1"), (b"\xff", "UTF-8")],
@@ -348,54 +318,6 @@ def test_an_unreadable_resolved_config_is_refused(
 
 
 # --- folders that cannot be written to
-
-READ_ONLY = """
-mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 99
-shift
-exec "$@"
-"""
-
-
-def learner_beside_read_only(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`learner WORDS` in a mount namespace in which `folder` is read-only."""
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare here")
-    program = [sys.executable, "-c", "from learner.cli import main; main()", *words]
-    apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, "sh"]
-    ended = subprocess.run(
-        [*apart, str(folder), *program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ended.returncode == 99 or ended.stderr.startswith("unshare:"):
-        pytest.skip(ended.stderr.strip())
-    return ended
-
-
-@pytest.mark.req("RUN-01")
-@pytest.mark.parametrize("exists", [True, False], ids=["to resume", "to create"])
-def test_a_read_only_run_folder_is_refused_before_a_run(
-    mapping: dict[str, Any], tmp_path: Path, exists: bool
-) -> None:
-    disk = tmp_path / "disk"
-    out = disk / "run"
-    own = {"output_dir": str(out), "logging_dir": str(tmp_path / "tensorboard")}
-    mapping = merge(mapping, {"training": own})
-    disk.mkdir()
-    if exists:
-        with_checkpoint(parse_config(mapping), 2)
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_mapping(mapping))
-    ended = learner_beside_read_only(disk, "train", "--config", str(file))
-    can = "cannot be written to" if exists else "cannot be made"
-    named = out if exists else disk
-    assert ended.stderr.splitlines() == [
-        "error: training.output_dir",
-        f"  found: {out} {can} (Read-only file system: {named})",
-        "  do: Name a folder that can be written to.",
-    ]
-    assert ended.returncode == 2
 
 
 @pytest.mark.req("RUN-01")

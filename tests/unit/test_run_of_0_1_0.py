@@ -10,13 +10,11 @@
 Paths in it begin with `/tmp/old010`. A toy model replaces the warmed-up one.
 """
 
-import io
 import json
 import tarfile
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from learner.analysis.evaluation.folder import read_answers
@@ -25,9 +23,8 @@ from learner.config import load_config, load_mapping, merge, parse_config
 from learner.runs.checkpoint import read_checkpoint
 from learner.runs.resume import find_start
 from learner.runs.run_folder import RunFolder
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
 from shared_contracts.errors import ContractError
+from tests.unit.small_run import run_quietly
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run_of_0.1.0.tar.xz"
 MADE_IN = b"/tmp/old010"  # a text to replace
@@ -86,7 +83,7 @@ def test_its_run_resumes_from_its_checkpoint(made: Path) -> None:
     mapping = merge(load_mapping(made / "run/resolved_config.yaml"), {"training": {"max_steps": 7}})
     config = parse_config(mapping)
     assert find_start(config, processes=1).step == 4
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    folder = run_quietly(config)
     after = RunFolder.open(folder).metrics()
     assert [line["step"] for line in after if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     assert after[:4] == before[:4]

@@ -27,15 +27,13 @@ from learner.objectives.logit_stats import ForwardStats
 from learner.stages.tokens import CoordVocab
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
-from tests.unit.packed_logits import as_given, packed_logits
+from tests.unit.packed_logits import as_given
 from tests.unit.toy_learner import (
     BOXES,
     COORDINATES,
-    TEXT,
     Gradients,
     ToyLearner,
     bins,
-    forwards_of,
     sharpened,
     text,
 )
@@ -255,40 +253,6 @@ def distance(a: Gradients, b: Gradients, parts: Sequence[str] = ("",)) -> float:
 
 
 @pytest.mark.req("CHA-01")
-@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
-def test_the_first_forward_keeps_the_gradient_of_its_cross_entropy(
-    untied: LoadedModel, sample: Sample, grad_mode: SoftContextGradMode
-) -> None:
-    context = SelfContext(3, "st", grad_mode)
-    alone = gradients_of(untied, sample, SelfContext(), TEXT)
-    assert distance(alone, gradients_of(untied, sample, context, TEXT)) < 1e-6
-    both = gradients_of(untied, sample, context, (*TEXT, *COORDINATES))
-    rest = gradients_of(untied, sample, context, COORDINATES)
-    assert distance(alone, {name: both[name] - rest[name] for name in both}) < 1e-6
-
-
-@pytest.mark.req("CHA-01")
-@pytest.mark.parametrize("mode", get_args(CoordContextMode))
-def test_detached_geometry_has_the_gradient_of_the_last_forward_alone(
-    untied: LoadedModel, sample: Sample, mode: CoordContextMode
-) -> None:
-    learner = ToyLearner(untied, SelfContext(3, mode, "em_detach"), COORDINATES)
-    pack = learner.pack([sample])
-    with forwards_of(learner.model) as seen:
-        found = learner.gradients(learner.loss(pack))
-    slots = pack.supervision.coord_positions
-    context = seen[-1].arguments["inputs_embeds"][0, slots]
-    embeddings = untied.inner.get_input_embeddings()(pack.input_ids).clone()
-    embeddings[0, slots] = context
-    selection = learner.pipeline.select(pack.supervision, "A")
-    last = learner.pipeline.reader(selection).anchor(
-        as_given(packed_logits(learner.model, pack, embeddings))
-    )
-    wanted = learner.gradients(learner.pipeline(ForwardStats(last, last), selection, "A"))
-    assert distance(wanted, found) < 1e-6
-
-
-@pytest.mark.req("CHA-01")
 @pytest.mark.scenario("Unroll mode does not detach expected coord embeddings")
 @pytest.mark.parametrize("mode", ["soft", "st"])
 def test_unrolled_geometry_also_trains_what_is_fed_back(
@@ -300,15 +264,3 @@ def test_unrolled_geometry_also_trains_what_is_fed_back(
     )
     for group, parts in GROUPS.items():
         assert distance(unrolled, detached, parts) > 0.01, group
-
-
-@pytest.mark.req("CHA-01")
-def test_the_likeliest_bins_pass_gradients_to_their_embeddings_alone(
-    untied: LoadedModel, sample: Sample
-) -> None:
-    unrolled, detached = (
-        gradients_of(untied, sample, SelfContext(2, "hard", grad_mode), COORDINATES)
-        for grad_mode in get_args(SoftContextGradMode)
-    )
-    moved = {name for name in unrolled if not torch.allclose(unrolled[name], detached[name])}
-    assert moved == {"model.language_model.embed_tokens.weight"}

@@ -1,31 +1,24 @@
 """Self-context in whole runs: what the model is called with, and what adapters learn by it."""
 
-import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import Qwen3VLForConditionalGeneration, Qwen3VLModel
+from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
-from learner.config.schema import Config, SoftContextGradMode
 from learner.data.toy import ToyData
-from learner.models.load import LoadedModel, load_model
+from learner.models.load import load_model
 from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 from tests.unit.toy_learner import (
     COORDINATES,
     ToyLearner,
@@ -63,13 +56,6 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
         hook.remove()
 
 
-def run(config: Config) -> list[dict[str, Any]]:
-    """The metrics of its steps."""
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
 @pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "RES-08", "RUN-02")
 @pytest.mark.parametrize("tuner", [{}, DORA], ids=["full", "dora"])
 def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
@@ -85,7 +71,8 @@ def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
     small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
     del small["rollout_matching"]["vllm"]
     with training_calls() as calls:
-        a, b = run(parse_config(merge(small, several)))
+        folder = run_quietly(parse_config(merge(small, several)))
+    a, b = metric_lines(folder, "loss")
     assert [a["step/channel_b"], b["step/channel_b"]] == [0, 1]
     assert a["grad_norm"] > 0
 
@@ -146,74 +133,3 @@ def test_adapters_learn_through_what_is_fed_back(
         assert (gradient - last_alone[name]).abs().max() > 1e-3 * gradient.abs().max() > 0, name
         weights[name].data -= 1e-3 * gradient
     assert unrolled.loss(pack).total < before.total
-
-
-class RoundsByShape(nn.Module):
-    """An embedding whose rows depend on how many ids there are, as those of LoRA may."""
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.embedding(ids)
-        return rows * (1 + 1e-6 * (ids.numel() - 1))
-
-
-def of_embeddings(config: Config) -> LoadedModel:
-    """With awake adapters of the embeddings and an embedding that rounds by shape."""
-    loaded = with_awake_adapters(sharpened(load_model(config), 8))
-    assert isinstance(loaded.inner, Qwen3VLModel)
-    loaded.inner.set_input_embeddings(RoundsByShape(loaded.inner.get_input_embeddings()))
-    loaded.model.train()
-    return loaded
-
-
-def small_changed(checkpoint: Path, data: ToyData, out: Path, **sections: Any) -> Config:
-    return parse_config(merge(small_mapping(checkpoint, data, out), sections))
-
-
-@pytest.mark.req("CHA-02")
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
-@pytest.mark.parametrize("tuner", [{}, OF_EMBEDDINGS], ids=["full", "lora of embeddings"])
-def test_images_are_found_where_an_embedding_rounds_by_shape(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    sample: Sample,
-    tuner: dict[str, Any],
-    grad_mode: SoftContextGradMode,
-    checkpointing: bool,
-) -> None:
-    model = {"gradient_checkpointing": checkpointing}
-    config = small_changed(toy_checkpoint, toy_data, tmp_path, tuner=tuner, model=model)
-    loaded = of_embeddings(config)
-    learner = ToyLearner(loaded, SelfContext(3, "st", grad_mode), COORDINATES)
-    pack = learner.pack([sample])
-    with forwards_of(loaded.model) as seen:
-        loss = learner.loss(pack)
-    lone = loaded.inner.get_input_embeddings()(pack.input_ids[pack.mm_token_types == IMAGE][0])
-    for forward in seen[1:]:
-        rows = forward.arguments["inputs_embeds"][pack.mm_token_types == IMAGE]
-        assert torch.equal(rows, lone.expand(len(rows), -1))
-    blind = replace(pack, pixel_values=None, image_grid_thw=None)
-    assert not torch.allclose(learner.loss(blind).total, loss.total)
-    assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())
-
-
-@pytest.mark.req("CHA-02")
-@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
-def test_images_are_found_where_autocast_holds_inside_the_model_alone(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    sample: Sample,
-    grad_mode: SoftContextGradMode,
-) -> None:
-    config = small_changed(toy_checkpoint, toy_data, tmp_path, tuner=OF_EMBEDDINGS)
-    loaded = of_embeddings(config)
-    loaded.model.forward = torch.autocast("cpu", torch.bfloat16)(loaded.model.forward)
-    learner = ToyLearner(loaded, SelfContext(2, "st", grad_mode), COORDINATES)
-    loss = learner.loss(learner.pack([sample]))
-    assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())

@@ -1,4 +1,4 @@
-"""The start-up checks of servers: settings, group port, images."""
+"""The start-up checks of servers (settings, group port, images) and of FSDP2."""
 
 import socket
 from pathlib import Path
@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
 from learner.training.checks import Waiting
+from learner.training.input_checks import check_inputs
 from learner.training.server_checks import (
     ServerChecks,
     check_group_port,
@@ -22,7 +24,7 @@ from shared_contracts.errors import ContractError, Problem
 from shared_contracts.server_info import Info
 from tests.unit.scripted_server import INFER, ScriptedServer, envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
-from tests.unit.small_run import small_config
+from tests.unit.small_run import small_config, small_mapping
 
 URL = "http://serve-0:8000"
 KEY = "rollout_matching.vllm.server.servers[0].group_port"
@@ -148,3 +150,50 @@ def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
         with pytest.raises(Waiting, match="first push"):
             checks["media"].run()
         assert len(reach_servers(config, {}, samples)) == 1
+
+
+# --- FSDP2 ------------------------------------------------------------------------------
+
+
+HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12}}
+OFFLOAD = {
+    "rollout_matching": {"offload": {"enabled": True, "offload_model": True}, "max_new_tokens": 12}
+}
+CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
+LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
+
+
+@pytest.mark.req("RUN-02", "DDP-02", "CFG-05", "ROLL-03")
+@pytest.mark.parametrize(
+    ("processes", "changes", "named"),
+    [
+        (2, {}, None),
+        (2, HF, None),
+        (1, {}, "one learner process"),
+        (2, LORA, "tuner.train_type lora"),
+        (2, HF | CHANNEL_B, "rollout_backend hf"),
+        (2, OFFLOAD | CHANNEL_B, "rollout_matching.offload"),
+    ],
+    ids=["channel A", "hf without channel B", "one process", "lora", "hf", "offload"],
+)
+def test_sharding_of_a_model_that_has_to_be_whole_is_refused(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    processes: int,
+    changes: dict[str, Any],
+    named: str | None,
+) -> None:
+    mapping = merge(small_mapping(toy_checkpoint, toy_data, tmp_path / "run"), changes)
+    if "rollout_matching" in changes:
+        mapping["rollout_matching"] = changes["rollout_matching"]
+    mapping["training"]["data_parallel"] = "fsdp2"
+    config, environment = parse_config(mapping), {"WORLD_SIZE": str(processes)}
+    if named is None:
+        check_inputs(config, environment)
+        return
+    with pytest.raises(ContractError) as caught:
+        check_inputs(config, environment)
+    assert caught.value.where == "training.data_parallel"
+    assert caught.value.do.startswith("Set it to ddp")
+    assert named in caught.value.found

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config import merge, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
@@ -19,7 +17,6 @@ from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
 from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
-from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import Pipeline
 from learner.rollout.backend import Call, Journal
@@ -32,7 +29,6 @@ from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.synchronous_rollouts import Packer
 from learner.types import RolloutOutput, Sample
-from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.packed_logits import as_given, packed_logits
@@ -168,10 +164,6 @@ def close(a: Gradients, b: Gradients) -> bool:
     )
 
 
-def atoms(report: StepReport) -> dict[str, float]:
-    return {key: value for key, value in report.metrics.items() if key.startswith("loss/")}
-
-
 @pytest.mark.req("STEP-02", "LOSS-05", "PACK-05")
 def test_packs_add_up_to_the_gradient_of_their_shares(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
@@ -188,48 +180,6 @@ def test_packs_add_up_to_the_gradient_of_their_shares(
     fill = report.metrics["packing/post_rollout_fill"]
     assert fill == pytest.approx(length / (len(plan) * 210))
     assert close(gradients, parts.reference(segments, plan))
-
-
-@pytest.mark.req("STEP-02", "PACK-04", "LOSS-05")
-def test_equal_samples_give_the_same_step_however_they_are_packed(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    same = [samples[0]] * 4
-    length = len(parts.channel_a.segments(same)[0])
-    runs = [
-        parts.step(parts.runner(config_of(capacity=packed * length)), same) for packed in (4, 2, 1)
-    ]
-    packs = [report.metrics["packing/post_rollout_packs"] for _, report, _ in runs]
-    assert packs == [1, 2, 4]
-    for loss, _, gradients in runs[1:]:
-        assert loss == pytest.approx(runs[0][0], rel=1e-5)
-        assert close(gradients, runs[0][2])
-
-
-@pytest.mark.req("STEP-02", "PACK-01")
-def test_without_packing_every_sample_has_its_own_forward_of_any_length(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    runner = parts.runner(config_of(capacity=50, packing=False))
-    _, report, gradients = parts.step(runner, samples)
-    assert report.samples == len(samples)
-    assert report.metrics["packing/post_rollout_packs"] == len(samples)
-    segments = parts.channel_a.segments(samples)
-    assert close(gradients, parts.reference(segments, [[i] for i in range(len(samples))]))
-
-
-@pytest.mark.req("LOSS-05")
-@pytest.mark.parametrize("b_ratio", [0, 1])
-def test_the_loss_atoms_of_the_report_add_up_to_the_loss(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf, b_ratio: int
-) -> None:
-    config = config_of(capacity=210, b_ratio=b_ratio)
-    policy = policy_over(Scripted(samples, parts))
-    loss, report, _ = parts.step(parts.runner(config, policy), samples)
-    assert sum(atoms(report).values()) == pytest.approx(loss, abs=1e-4)
-    families = {key.rpartition("/")[0] for key in atoms(report)}
-    a, b = {"loss/A1_text", "loss/A2_coord"}, {"loss/B_rollout_text", "loss/B_coord"}
-    assert families == (b if b_ratio else a)
 
 
 @pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09", "ARCH-03")
@@ -304,23 +254,6 @@ def test_a_b_step_logs_its_calls_with_the_seed_of_the_step(
         assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
 
 
-@pytest.mark.req("DIST-05")
-def test_a_step_whose_rollouts_fail_logs_its_calls(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    class Broken(Scripted):
-        def push_weights(self, version: int) -> None:
-            raise RunError("no server")
-
-    policy = policy_over(Broken(samples, parts))
-    logged: list[dict[str, Any]] = []
-    config = config_of(b_ratio=1)
-    runner = StepRunner(config, parts.recipe(config), policy, logged.append)
-    with pytest.raises(RunError, match="no server"):
-        parts.step(runner, samples[:2])
-    assert [record["step"] for record in logged] == [1]
-
-
 @pytest.mark.req("CHB-01", "MET-02", "PARSE-05")
 @pytest.mark.scenario("Missing opening brace falls back to `{` and trains")
 def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
@@ -338,68 +271,6 @@ def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
         assert metrics[f"time/{phase}_s"] >= 0
     assert all(torch.isfinite(g).all() for g in gradients.values())
     assert any(g.abs().sum() > 0 for g in gradients.values())
-
-
-@pytest.mark.req("MET-02")
-@pytest.mark.parametrize(
-    ("decoding", "flags", "guarded"),
-    [
-        ({"decode_mode": "greedy"}, (1, 0, 0), True),
-        ({"decode_mode": "sampling", "decoding": {"temperature": 0.5}}, (0, 1, 0), False),
-        ({"decode_mode": "beam", "num_beams": 2, "rollout_backend": "hf"}, (0, 0, 1), False),
-    ],
-    ids=["greedy", "sampling", "beam"],
-)
-def test_a_b_step_reports_the_decode_mode_and_whether_the_guard_was_active(
-    parts: Parts,
-    samples: list[Sample],
-    config_of: ConfigOf,
-    decoding: dict[str, Any],
-    flags: tuple[int, int, int],
-    guarded: bool,
-) -> None:
-    mapping = merge(config_of(b_ratio=1).model_dump(mode="json"), {"rollout_matching": decoding})
-    policy = policy_over(Scripted(samples, parts), repeat_terminate_active=guarded)
-    _, report, _ = parts.step(parts.runner(parse_config(mapping), policy), samples[:2])
-    modes = ("greedy", "sampling", "beam")
-    assert tuple(report.metrics[f"rollout/decode_{mode}"] for mode in modes) == flags
-    assert report.metrics["rollout/repeat_terminate_active"] == float(guarded)
-
-
-@pytest.fixture
-def diagnosed(parts: Parts, config_of: ConfigOf) -> Callable[[bool], StepRunner]:
-    """A runner of channel A with `coord_diag`, with packing or without."""
-    monitor = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A"]}
-
-    def make(packing: bool) -> StepRunner:
-        config = config_of(packing=packing)
-        module = CoordDiagModule.model_validate({**monitor, "config": {}})
-        declared = config.pipeline.model_copy(update={"diagnostics": (module,)})
-        pipeline = Pipeline(declared, parts.loaded.vocab.ids)
-        recipe = Recipe(config, parts.channel_a, parts.channel_b, pipeline)
-        return StepRunner(config, recipe, None)
-
-    return make
-
-
-def diagnostics(report: StepReport) -> dict[str, float]:
-    return {key: v for key, v in report.metrics.items() if key.startswith("coord_diag/")}
-
-
-@pytest.mark.req("LOSS-06", "MET-01")
-def test_coordinate_diagnostics_are_means_over_the_coordinates_of_a_step_however_packed(
-    parts: Parts, samples: list[Sample], diagnosed: Callable[[bool], StepRunner]
-) -> None:
-    assert len({len(sample.objects) for sample in samples}) > 1
-    _, packed, _ = parts.step(diagnosed(True), samples)
-    _, alone, _ = parts.step(diagnosed(False), samples)
-    assert packed.metrics["packing/post_rollout_packs"] < len(samples)
-    assert {key.rpartition("/")[0] for key in diagnostics(packed)} == {"coord_diag/A1"}
-    assert diagnostics(packed) == pytest.approx(diagnostics(alone), rel=1e-4)
-    assert 0 < packed.metrics["coord_diag/A1/p_gt_mean"] < 1
-    _, without, _ = parts.step(diagnosed(True), [replace(samples[0], objects=())])
-    assert without.metrics["packing/post_rollout_segments"] == 1
-    assert diagnostics(without) == {}
 
 
 @pytest.mark.req("PACK-05")
@@ -427,49 +298,3 @@ def test_poorly_filled_packs_are_warned_about_once(
     for warning in found:
         assert "training.packing_min_fill_ratio 90 %" in warning
         assert "global_max_length" in warning
-
-
-@pytest.mark.req("PACK-01")
-def test_a_sample_longer_than_a_pack_is_named_with_three_remedies(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    longest = max(samples, key=lambda s: len(parts.channel_a.segments([s])[0]))
-    length = len(parts.channel_a.segments([longest])[0])
-    small = config_of(capacity=length - 1)
-    with pytest.raises(ContractError) as caught:
-        parts.step(parts.runner(small), [longest])
-    assert caught.value.where == "global_max_length"
-    assert longest.sample_id in caught.value.found
-    assert f"{length} tokens" in caught.value.found
-    for way_out in ("global_max_length", "max_new_tokens", "training.packing: false"):
-        assert way_out in caught.value.do
-
-
-@pytest.mark.req("LOSS-02", "PACK-05")
-def test_a_step_without_segments_has_no_gradients_and_no_warning(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Silent(ChannelA):
-        def segments(self, samples: Sequence[Sample]) -> list[Segment]:
-            return []
-
-    a = Silent(parts.encoding)
-    config = config_of()
-    recipe = Recipe(config, a, parts.channel_b, parts.pipeline)
-    runner = StepRunner(config, recipe, None)
-    loss, report, gradients = parts.step(runner, samples)
-    assert loss == 0.0
-    assert gradients == {}
-    assert report.metrics["packing/post_rollout_segments"] == 0
-    assert [r for r in caplog.records if r.name == PACKER] == []
-
-
-@pytest.mark.req("RES-22", "STEP-02")
-def test_a_step_does_not_depend_on_the_step_before(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    runner = parts.runner(config_of())
-    first, second = (parts.step(runner, samples[:2], step)[1] for step in (0, 1))
-    assert {key for key in first.metrics if "buffer" in key} == set()
-    assert atoms(first) == pytest.approx(atoms(second))
-    assert (first.step, second.step) == (0, 1)

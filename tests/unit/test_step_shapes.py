@@ -141,26 +141,3 @@ def test_answers_that_repeat_an_object_have_departures_with_a_clean_prefix(
     recipe = recipe_of(config, loaded)
     pack = corrected(config, loaded, recipe, samples)
     assert recipe.objective.select(pack.supervision, "B").totals.departures == len(samples)
-
-
-def test_a_mask_of_sdpa_is_found(model: Path, samples: list[Sample]) -> None:
-    own = {"model": str(model), "attn_implementation": "sdpa"}
-    config = profile(CONFIGS / "stage2_two_channel" / "gpu" / "4b_lora.yaml", model, model=own)
-    cost = cost_of(config, "A", samples)
-    found = {shape[-2:] for shape in large(cost.shapes, cost.tokens, WIDTH)}
-    assert found == {(cost.tokens, cost.tokens)}
-
-
-def test_logits_and_masks_are_found_on_either_side() -> None:
-    length = 5000
-    allowed = [(CHUNK, VOCABULARY), (VOCABULARY, WIDTH), (VOCABULARY,), (1, length, WIDTH)]
-    assert list(large(allowed, length, WIDTH)) == []
-    refused = [
-        (length, VOCABULARY),
-        (VOCABULARY, length),
-        (1, CHUNK + 1, VOCABULARY),
-        (VOCABULARY, 1, CHUNK + 1),
-        (1, 1, length, length),
-        (length, 32, length),
-    ]
-    assert list(large(refused, length, WIDTH)) == refused

@@ -4,9 +4,6 @@
 """
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import groupby
@@ -18,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.config import parse_config
 from learner.config.rollout_matching import MatchingConfig
-from learner.stages.formats.coord_json import COORD_JSON, parse_rollout, serialize_objects
+from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.targets import TargetUnreadable, build_ground_truth_target, build_target
-from learner.stages.tokens import HALF_CHARACTER, IM_END, token_table
+from learner.stages.tokens import IM_END, token_table
 from learner.stages.transport_plan import projected_bins
 from learner.types import FieldOrder, GroundTruthObject, MatchResult, Role, Shape, Target
 from tests.unit.answers import (
@@ -244,18 +241,6 @@ def test_parse_failures_are_visible_without_crashing(tokenizer: PreTrainedTokeni
     assert len(target_of(tokenizer, rollout, [CAT, DOG]).fn_keys) == 2
 
 
-@pytest.mark.req("ARCH-02")
-def test_shared_parsing_contract_is_importable_without_trainer_class_dependency() -> None:
-    check = (
-        "import sys, learner.stages.formats.coord_json, learner.stages.targets;"
-        "import learner.stages.matching;"
-        "import learner.stages.packing;"
-        "assert not {'torch', 'transformers', 'learner.training.train', 'learner.training.step'}"
-        " & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", check], check=True)
-
-
 # ---- roles ---------------------------------------------------------------------------
 
 
@@ -289,22 +274,6 @@ def test_roles_of_a_matched_a_false_and_an_appended_object(
     ]
 
 
-@pytest.mark.req("LOSS-01")
-@pytest.mark.parametrize("fused", ["},{}", '},"}'])
-def test_a_token_that_goes_on_into_the_next_entry_with_a_brace_of_it_is_of_both(
-    toy_tokenizer: PreTrainedTokenizerFast, fused: str
-) -> None:
-    fusing = deepcopy(toy_tokenizer)
-    fusing.add_tokens([fused])
-    rest = '{"x": 1}' if fused == "},{}" else '": {"x": 1}'
-    first, rollout = entry(1)[:-1], "{" + entry(1)[:-1] + fused + rest + "}"
-    assert fused in pieces(fusing, encode(fusing, rollout))
-    target = target_of(fusing, rollout, [CAT, DOG], [(0, 0)])
-    assert text_in(fusing, target, Role.FALSE_POSITIVE).startswith(fused)
-    kept = text_in(fusing, target, Role.MATCHED_STRUCTURE, Role.MATCHED_DESC)
-    assert kept == "{" + re.sub(r"<\|coord_[0-9]+\|>", "", first)
-
-
 @pytest.mark.req("LOSS-01", "PARSE-03", "PARSE-04", "APPEND-02")
 @pytest.mark.scenario(
     "One malformed object does not block training",
@@ -333,16 +302,6 @@ def test_a_dropped_object_is_taught_nothing_and_the_opening_brace_goes_with_it(
     assert false_text.removeprefix("{" + invalid).strip(', "') == ""
     assert text_in(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
     assert [group.matched for group in target.coord_groups] == [True, False]
-
-
-@pytest.mark.req("PARSE-04", "LOSS-01")
-def test_a_polygon_that_the_two_channel_variant_drops_is_taught_nothing(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    roof = f'"object_1": {{"desc": "roof", "poly": {coords(*ROOF.shape.coords)}}}'
-    target = target_of(tokenizer, "{" + roof + "}", [CAT], [], allow_poly=False)
-    assert text_in(tokenizer, target, Role.FALSE_POSITIVE) == "{" + roof
-    assert [group.bins for group in target.coord_groups] == [CAT.shape.coords]
 
 
 # ---- coordinates ---------------------------------------------------------------------
@@ -466,44 +425,6 @@ def test_the_closing_brace_and_the_eos_are_closure_even_when_fused(
     assert text_of(tokenizer, target.token_ids).endswith("}" + IM_END)
     length = len(target.token_ids)
     assert np.flatnonzero(target.role == Role.CLOSURE).tolist() == [length - 2, length - 1]
-
-
-@pytest.mark.req("LOSS-02")
-@pytest.mark.parametrize(
-    "text", ["{}", "{" + entry(1, "brace } in text") + "}", '{"a": {"b": {}}, "c": "}"} } }']
-)
-def test_the_outermost_brace_is_found_by_depth(
-    tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    ids = [*encode(tokenizer, text), token_table(tokenizer).vocab.end_id]
-    found = COORD_JSON.read_back(ids, tokenizer)
-    assert found is not None
-    brace, eos = found.closure
-    assert eos == len(ids) - 1
-    up_to_brace = "".join(pieces(tokenizer, ids[: brace + 1]))
-    whole = text[: text.index("} }") + 1] if "} }" in text else text
-    assert up_to_brace.rstrip(" }") == whole.rstrip(" }")
-    assert "}" in pieces(tokenizer, ids)[brace]
-    assert json.loads(up_to_brace[: len(whole)]) is not None
-
-
-@pytest.mark.req("APPEND-02", "LOSS-02")
-@pytest.mark.parametrize("rollout", ["{}", None], ids=["after a rollout", "whole answer"])
-def test_an_object_is_taught_whose_last_character_shares_a_token_with_the_closing_braces(
-    toy_tokenizer: PreTrainedTokenizerFast, rollout: str | None
-) -> None:
-    rocket = GroundTruthObject("toy 🚀", CAT.shape)
-    text = serialize_objects([rocket], "geometry_first")
-    fused = pieces(toy_tokenizer, encode(toy_tokenizer, text))[-1]
-    assert fused == HALF_CHARACTER + '"}}'
-    if rollout is None:
-        target = build_ground_truth_target([rocket], toy_tokenizer, "geometry_first")
-    else:
-        target = target_of(toy_tokenizer, rollout, [rocket], [], "geometry_first")
-    assert text_of(toy_tokenizer, target.token_ids) == text + IM_END
-    assert pieces(toy_tokenizer, target.token_ids)[-2:] == [fused, IM_END]
-    assert target.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
-    assert [group.bins for group in target.coord_groups] == [rocket.shape.coords]
 
 
 @pytest.mark.req("APPEND-02", "LOSS-02", "PARSE-06")

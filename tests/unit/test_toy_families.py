@@ -1,6 +1,5 @@
 """Toys of the model families: how a pack, its images and its cost differ from Qwen3-VL's."""
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,33 +9,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
-from typer.testing import CliRunner
 
-from learner.cli import app
-from learner.config import dump_mapping, merge, parse_config
+from learner.config import parse_config
 from learner.data.jsonl import build_request
 from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.attention import PACKED
-from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import packed_forward
+from learner.models.load import LoadedModel
 from learner.models.packing_check import check_packing
 from learner.models.packs import make_pack
 from learner.models.prompts import encode_request
 from learner.models.toy import ToyFamily, make_model
-from learner.objectives.numerics import as_on_cuda
-from learner.operate.estimate.fake import put_on_fakes
 from learner.operate.estimate.step import longest_pack, meta_model, recipe_of, step_cost
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.device_waits import counting_waits, on_device
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
-from tests.unit.small_run import small_config, small_mapping
-from tests.unit.test_train_cpu import run
+from tests.unit.small_run import run_quietly, small_config, small_mapping
 from tests.unit.toy_learner import PROMPT, ToyLearner
 
 pytestmark = pytest.mark.req("FAM-01")
@@ -112,52 +103,6 @@ def test_gradients_equal_those_of_images_one_by_one(
         assert torch.allclose(found[name], gradient, atol=1e-5), name
 
 
-@pytest.mark.req("FULL-01")
-def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: list[Sample]) -> None:
-    """Layers with windows are given the windows, the others the frames."""
-    loaded = load()
-    pack = ToyLearner(loaded).pack(samples)
-    runs: list[tuple[int, int]] = []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if func._schema.name == "torch_attn::_varlen_attn":
-                runs.append((args[0].shape[0], len(args[3]) - 1))
-                return args[0], torch.empty(0), torch.empty(0)  # the CPU has no such kernel
-            return func(*args, **(kwargs or {}))
-
-    counting = Calls()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), counting, as_on_cuda():
-        packed_logits(loaded.model, pack)
-    assert pack.pixel_values is not None
-    patches, text = len(pack.pixel_values), [(len(pack), len(samples))] * 4
-    frames = (patches, 4)
-    if "window_size" not in loaded.inner.config.vision_config.to_dict():
-        assert runs == [frames] * 3 + text
-    else:  # 8 x 8, 8 x 10, 10 x 8 and 14 x 6 patches in windows of 4 x 4
-        assert runs == [(patches, 4 + 6 + 6 + 8)] * 2 + [frames] + text
-
-
-@pytest.mark.req("FULL-01")
-def test_a_gpu_is_not_waited_for_by_windows_or_experts(
-    checkpoint: Path, toy_data: ToyData, tmp_path: Path, samples: list[Sample]
-) -> None:
-    config = parse_config(small_mapping(checkpoint, toy_data, tmp_path / "run"))
-    loaded = meta_model(config)
-    pack = ToyLearner(loaded).pack(samples)
-    with counting_waits(pack) as (mode, found):
-        put_on_fakes(loaded.model)
-        there = on_device(mode, pack)
-        some = packed_forward(loaded.model, there, lambda x: x.head(x.hidden[-3:]))
-        some.sum().backward()
-    deep = {"_deepstack_process": 2, "backward": 3} if "qwen3" in checkpoint.name else {}
-    assert found.asked == {"torch_compilable_check": 1, **deep}
-    # Integers that are made on the device are the host's here; transformers sorts tokens with them.
-    assert found.mixed == ({"aten.index_put_.default"} if "moe" in checkpoint.name else set())
-
-
 @pytest.mark.req("PACK-04")
 def test_windows_that_are_wrong_are_noticed(
     load: Load, checkpoint: Path, samples: list[Sample]
@@ -203,17 +148,6 @@ def test_all_linear_adapts_the_language_model(load: Load) -> None:
     assert all("language_model" in name for name in trained)
 
 
-def test_every_part_has_a_learning_rate_of_its_own(load: Load) -> None:
-    loaded = load()
-    parts: dict[str, set[str]] = {"language": set(), "vision": set(), "aligner": set()}
-    for name, _ in loaded.model.named_parameters():
-        parts[loaded.family.part_of(name)].add(name)
-    assert all("merger" in name for name in parts["aligner"])
-    assert all("visual.blocks" in n or "embed" in n for n in parts["vision"])
-    assert not any("visual" in name for name in parts["language"])
-    assert all(parts.values())
-
-
 @pytest.mark.req("FULL-05", "FULL-09")
 def test_a_pack_is_as_much_as_its_operations(
     checkpoint: Path, toy_data: ToyData, tmp_path: Path, samples: list[Sample]
@@ -237,10 +171,10 @@ def test_a_run_goes_on_from_its_checkpoint(
     """With the same bits, though names or layout of the file are not those of the model."""
     training = {"save_steps": 2, "max_steps": 3, "resume": "auto"}
     config = small_config(checkpoint, toy_data, tmp_path / "run", training=training)
-    last = run(config) / "checkpoint-3"
+    last = run_quietly(config) / "checkpoint-3"
     wanted = load_file(last / "model.safetensors")
     shutil.rmtree(last)
-    run(config)
+    run_quietly(config)
     found = load_file(last / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -260,49 +194,3 @@ def test_experts_are_saved_as_engines_read_them(checkpoint: Path, tmp_path: Path
     for name in fused:
         assert torch.equal(stored[name], held[name].transpose(1, 2))
         assert torch.equal(stored[name], again[name])
-
-
-# --- the command, and families that are not known
-
-
-def test_the_command_makes_a_toy_of_a_family(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    command = ["toy", "make-model", "--out", str(out), "--family", "qwen2_5_vl", "--untie"]
-    made = CliRunner().invoke(app, command)
-    assert made.exit_code == 0, made.output
-    described = json.loads((out / "config.json").read_text())
-    assert described["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
-    assert described["tie_word_embeddings"] is False
-
-
-def test_the_command_refuses_another_family_by_name(tmp_path: Path) -> None:
-    command = ["toy", "make-model", "--out", str(tmp_path / "model"), "--family", "llava"]
-    refused = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert refused.exit_code == 2
-    for name in ("llava", "qwen3_vl", *FAMILIES):
-        assert f"'{name}'" in refused.output
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("kind", ["llava", "qwen3", "unheard_of"])
-def test_a_checkpoint_of_another_family_is_refused_by_name(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, kind: str
-) -> None:
-    """A run says so before it imports torch, with the families that are known."""
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in toy_checkpoint.iterdir():
-        (other / file.name).symlink_to(file)
-    (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps({"model_type": kind}))
-    mapping = small_mapping(other, toy_data, tmp_path / "run")
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_mapping(merge(mapping, {"training": {"output_dir": str(tmp_path / "o")}})))
-    refused = CliRunner().invoke(app, ["train", "--config", str(file)])
-    assert isinstance(refused.exception, ContractError)
-    assert f"model_type is {kind}" in str(refused.exception)
-    assert "Use one of qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe" in str(refused.exception)
-    assert not (tmp_path / "o").exists()
-    if kind != "unheard_of":  # transformers does not know it either
-        with pytest.raises(ContractError, match=f"model_type is {kind}"):
-            load_model(parse_config(mapping))

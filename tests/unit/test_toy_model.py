@@ -1,6 +1,8 @@
-"""The toy model: a whole Qwen3-VL checkpoint that plain transformers loads."""
+"""The toy model, a whole Qwen3-VL checkpoint, and coordinate tokens added to a checkpoint."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +10,24 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from typer.testing import CliRunner
 
 from learner.commands.toy import toy_app
 from learner.data.toy import PROMPT
-from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
-from learner.models.coord_tokens import smooth_rows, vocab_modules
-from learner.models.toy import make_model, make_toy_tokenizer
-from learner.stages.formats.coord_json import serialize_append, serialize_objects
+from learner.data.toy_scenes import IMAGE_SIDE
+from learner.models.coord_tokens import NOISE, describe_expanded, expand_vocab, vocab_modules
+from learner.models.toy import make_model, make_text_tokenizer, make_toy_tokenizer
 from learner.stages.tokens import CoordVocab
-from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
+from tests.unit.stock_checkpoints import make_stock
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +45,6 @@ def tokenizer() -> Any:
 def conversation(image: Image.Image) -> list[dict[str, object]]:
     content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
     return [{"role": "user", "content": content}]
-
-
-def two_objects() -> list[GroundTruthObject]:
-    shape = Shape("bbox_2d", (12, 34, 56, 999))
-    return [GroundTruthObject("red triangle", shape), GroundTruthObject("blue triangle", shape)]
-
-
-def test_plain_transformers_loads_it_and_generates(checkpoint: Path) -> None:
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
-    assert model.config.architectures == ["Qwen3VLForConditionalGeneration"]
-    assert model.dtype == torch.float32
-    inputs = processor.apply_chat_template(
-        conversation(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "red")),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    answer = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert answer.shape[1] == inputs["input_ids"].shape[1] + 3
 
 
 def test_an_image_keeps_its_size_and_takes_sixteen_tokens(checkpoint: Path) -> None:
@@ -84,73 +69,6 @@ def test_the_same_seed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) ->
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
-def test_another_seed_gives_other_weights(checkpoint: Path, tmp_path: Path) -> None:
-    make_model(tmp_path / "other", seed=1)
-    other = (tmp_path / "other" / "model.safetensors").read_bytes()
-    assert other != (checkpoint / "model.safetensors").read_bytes()
-
-
-def test_making_a_model_leaves_the_random_state_of_the_caller(tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    make_model(tmp_path / "model", seed=0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_the_head_is_tied_or_not_as_asked(tmp_path: Path, tie: bool) -> None:
-    make_model(tmp_path / "model", seed=0, tie=tie)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    embedding, head = vocab_modules(model)
-    assert (embedding.weight is head.weight) == tie
-    assert json.loads((tmp_path / "model/config.json").read_text())["tie_word_embeddings"] == tie
-
-
-def test_each_coordinate_is_one_token_that_decodes_to_itself(
-    tokenizer: Any,
-) -> None:
-    vocab = CoordVocab.from_tokenizer(tokenizer)
-    assert tokenizer.encode("<|coord_0|><|coord_999|>", add_special_tokens=False) == [
-        vocab.ids[0],
-        vocab.ids[999],
-    ]
-    assert vocab.end_id == tokenizer.eos_token_id
-
-
-def test_answers_survive_the_tokenizer(tokenizer: Any) -> None:
-    text = serialize_objects(two_objects(), "desc_first") + "<|im_end|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    odd = 'naïve "猫" \\ 🙀\n\t{}'
-    assert tokenizer.decode(tokenizer.encode(odd, add_special_tokens=False)) == odd
-
-
-@pytest.mark.parametrize("desc", DESCRIPTIONS)
-def test_a_description_is_one_token_a_word(tokenizer: Any, desc: str) -> None:
-    assert len(tokenizer.encode(desc, add_special_tokens=False)) == 2
-
-
-def test_an_entry_ends_where_a_token_ends(tokenizer: Any) -> None:
-    one = serialize_objects(two_objects()[:1], "desc_first").removesuffix("}")
-    rest = serialize_append(one, two_objects()[1:], 2, "desc_first")
-    whole = tokenizer.encode(one + rest, add_special_tokens=False)
-    apart = [tokenizer.encode(part, add_special_tokens=False) for part in (one, rest)]
-    assert whole == [*apart[0], *apart[1]]
-
-
-def test_coordinate_rows_change_slowly_with_the_bin() -> None:
-    rows = smooth_rows(32, torch.Generator().manual_seed(0))
-    assert rows.shape == (1000, 32)
-    assert rows.std() == pytest.approx(1.0, abs=1e-4)
-    assert (rows[1:] - rows[:-1]).norm(dim=1).max() < 0.05 * (rows[500] - rows[0]).norm()
-    assert len(rows.unique(dim=0)) == 1000
-
-
-def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kept").touch()
-    with pytest.raises(ContractError, match="not an empty directory"):
-        make_model(tmp_path, seed=0)
-
-
 def test_the_command_makes_data_and_model(tmp_path: Path) -> None:
     data, model = tmp_path / "data", tmp_path / "model"
     runner = CliRunner()
@@ -160,3 +78,163 @@ def test_the_command_makes_data_and_model(tmp_path: Path) -> None:
     made = runner.invoke(toy_app, ["make-model", "--out", str(model), "--untie"])
     assert made.exit_code == 0, made.output
     assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+# --- coordinate tokens for a checkpoint without them ------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stock(tmp_path_factory.mktemp("plain") / "tied", tie=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stock(tmp_path_factory.mktemp("plain") / "untied", tie=False)
+
+
+def load(path: Path) -> tuple[PreTrainedModel, Any]:
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(path)
+    return model, AutoProcessor.from_pretrained(path).tokenizer
+
+
+def text_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([[40, 50, 60]])).logits
+    return logits[..., :length]
+
+
+@pytest.mark.parametrize("tie", [None, False])
+def test_what_the_model_says_about_old_tokens_does_not_change(
+    tied: Path, tmp_path: Path, tie: bool | None
+) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=tie)
+    before, tokenizer = load(tied)
+    after, _ = load(tmp_path / "out")
+    assert after.dtype == before.dtype == torch.bfloat16
+    length = len(tokenizer)
+    # More rows in the head may be multiplied by another kernel, which rounds otherwise.
+    torch.testing.assert_close(text_logits(after, length), text_logits(before, length))
+
+
+def test_new_rows_are_the_mean_of_the_old_ones_and_small_noise(
+    untied: Path, tmp_path: Path
+) -> None:
+    expand_vocab(untied, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    first = CoordVocab.from_tokenizer(tokenizer).ids[0]
+    for module in vocab_modules(model):
+        weight = module.weight.detach().float()
+        old, new = weight[:first], weight[first:]
+        assert torch.allclose(new.mean(dim=0), old.mean(dim=0), atol=1e-3)
+        noise = new - new.mean(dim=0)
+        assert (noise.std() / old.std()).item() == pytest.approx(NOISE, rel=0.05)
+        assert (noise[1:] - noise[:-1]).norm(dim=1).max() < 0.3 * noise.norm(dim=1).mean()
+
+
+def test_untying_copies_the_embedding_into_a_head_of_its_own(tied: Path, tmp_path: Path) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=False)
+    embedding, head = vocab_modules(load(tmp_path / "out")[0])
+    assert embedding.weight is not head.weight
+    assert torch.equal(embedding.weight, head.weight)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+
+
+def test_tying_an_untied_checkpoint_is_refused(untied: Path, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="head has weights of its own"):
+        expand_vocab(untied, tmp_path / "out", seed=0, tie=True)
+
+
+def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
+    plain = make_stock(tmp_path / "plain", tie=True, rows=384)
+    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    rows = vocab_modules(model)[0].num_embeddings
+    assert rows % 128 == 0
+    assert 0 <= rows - len(tokenizer) < 128
+    assert model.config.get_text_config().vocab_size == rows
+    weight = vocab_modules(model)[0].weight.detach().float()
+    assert weight[len(tokenizer) :].std(dim=0).max() == 0
+
+
+@pytest.mark.parametrize("rows", [None, 384], ids=["exact", "padded"])
+def test_a_description_is_that_of_the_expanded_checkpoint(tmp_path: Path, rows: int | None) -> None:
+    plain = make_stock(tmp_path / "plain", tie=True, rows=rows)
+    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    describe_expanded(plain, tmp_path / "described")
+    assert not list((tmp_path / "described").glob("*.safetensors"))
+    whole, described = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "described")
+    )
+    assert described["text_config"]["vocab_size"] == whole["text_config"]["vocab_size"]
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (
+            tmp_path / "described" / name
+        ).read_bytes()
+
+
+def test_a_text_model_is_expanded_too(tmp_path: Path) -> None:
+    text_tokenizer = make_text_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(text_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "text")
+    text_tokenizer.save_pretrained(tmp_path / "text")
+    expand_vocab(tmp_path / "text", tmp_path / "out", seed=0, tie=None)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == vocab.ids[-1] + 1
+
+
+def test_a_checkpoint_with_coordinate_tokens_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0)
+    with pytest.raises(ContractError, match="has 1000 coordinate tokens already"):
+        expand_vocab(tmp_path / "toy", tmp_path / "out", seed=0, tie=None)
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="no such folder"):
+        expand_vocab(tmp_path / "none", tmp_path / "out", seed=0, tie=None)
+    with pytest.raises(ContractError, match="no config"):
+        expand_vocab(tmp_path, tmp_path / "out", seed=0, tie=None)
+
+
+def test_a_source_without_im_end_is_refused(tied: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(tied, tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = source / name
+        path.write_text(path.read_text().replace("<|im_end|>", "<|stop|>"))
+    with pytest.raises(ContractError, match=re.escape("has no <|im_end|>")):
+        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors", "weights"),
+        ("config.json", "config"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_damaged_source_is_refused(
+    tied: Path, tmp_path: Path, name: str, what: str, damage: str
+) -> None:
+    source = shutil.copytree(tied, tmp_path / "source")
+    if damage == "gone":
+        (source / name).unlink()
+    else:
+        (source / name).write_bytes((source / name).read_bytes()[:100])
+    with pytest.raises(ContractError) as caught:
+        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
+    assert caught.value.where == str(source)
+    assert what in caught.value.found
+    assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """Trackers of a run: names, refusals, reported numbers, failures."""
 
-import io
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import wandb
-from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -17,15 +14,12 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.config.trackers import Tracker, importable, require_trackers
 from learner.data.toy import ToyData
-from learner.distributed.peers import SingleProcess
-from learner.models.load import load_model
 from learner.runs.resume import BEGINNING
 from learner.training.input_checks import check_inputs
-from learner.training.run_log import CallLog, ProgressDisplay, tracker_callbacks
-from learner.training.train import RunParts, build_runner, build_trainer, train
-from learner.training.trainer import build_optimizer, training_arguments
+from learner.training.run_log import tracker_callbacks
+from learner.training.trainer import training_arguments
 from shared_contracts.errors import ContractError, RunError
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 
 @pytest.fixture
@@ -51,19 +45,6 @@ def test_names_are_those_of_transformers() -> None:
     assert set(get_args(Tracker)) == set(INTEGRATION_TO_CALLBACK)
 
 
-@pytest.mark.parametrize(
-    ("report_to", "where"),
-    [
-        (["aim"], "training.report_to[0]"),
-        (["wandb", "wandb"], "training.report_to"),
-    ],
-)
-def test_bad_names_are_refused(mapping: dict[str, Any], report_to: Any, where: str) -> None:
-    with pytest.raises(ContractError) as caught:
-        parse_config(merge(mapping, {"training": {"report_to": report_to}}))
-    assert caught.value.where == where
-
-
 @pytest.mark.req("CFG-09")
 def test_missing_tracker_is_refused_before_anything_is_loaded(
     mapping: dict[str, Any],
@@ -83,37 +64,18 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     mapping: dict[str, Any], offline: Path
 ) -> None:
     config = reporting(mapping, "wandb")
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    folder = run_quietly(config)
     run = wandb.run
     assert run is not None
     assert (run.name, run.project) == ("small", "shapes")
     assert run.config["rollmatch"]["training"]["effective_batch_size"] == 4
     assert run.config["rollmatch"]["model"]["model"] == str(config.model.model)
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = metric_lines(folder)
     key = "loss/A2_coord/bbox_ciou"
     last = [line for line in logged if key in line][-1]
     assert run.summary["train/global_step"] == last["step"] == 3
     assert run.summary[f"train/{key}"] == last[key]
     assert not (folder / "tensorboard").exists(), "it was not named"
-
-
-class Second(SingleProcess):
-    rank = 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_process_reports(mapping: dict[str, Any], rank: int) -> None:
-    config = reporting(mapping, "tensorboard")
-    folder = config.training.output_dir
-    folder.mkdir()
-    inputs, loaded = check_inputs(config), load_model(config)
-    optimizer = build_optimizer(loaded.model, config.training)
-    peers = Second() if rank else SingleProcess()
-    parts = RunParts(config, inputs, loaded, optimizer, None, CallLog(folder), peers)
-    display = ProgressDisplay(Console(file=io.StringIO()), "small")
-    build_trainer(parts, build_runner(parts), lambda step: {}, display)
-    assert (folder / "tensorboard").exists() == (rank == 0)
-    assert tracker_callbacks(reporting(mapping, "none").training, BEGINNING) == []
 
 
 def hooks() -> list[str]:

@@ -1,48 +1,32 @@
 """Whole short runs on the CPU without a server: channel A, and channel B answered by the model."""
 
-import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from rich.console import Console
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.config import load_config, merge, parse_config
-from learner.config.schema import Config
+from learner.config import load_config
 from learner.data.toy import ToyData
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import load_model
 from learner.models.toy import make_model
 from learner.rollout.seeds import request_seed
-from learner.rollout.sync.weights import MergedWeights
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
-from learner.training.train import train
 from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError
-from tests.unit.small_run import small_config, small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_config
 from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 
 
-def run(config: Config) -> Path:
-    console = Console(file=io.StringIO())
-    return train(config, check_inputs(config), [], console)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in lines(folder) if "loss" in line]
+    return [line["loss"] for line in metric_lines(folder, "loss")]
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
@@ -92,7 +76,7 @@ def test_calls_are_logged_with_their_seeds_and_no_servers_are_counted(
     assert record["step"] == 2
     assert record["calls"] == [call | {"seed": request_seed(record["rollout_seed_base"], 0, 0)}]
     counted = {"rollout/servers_healthy", "rollout/retries", "sync/pushes", "sync/fell_back"}
-    assert not any(counted & line.keys() for line in lines(trained_run.folder))
+    assert not any(counted & line.keys() for line in metric_lines(trained_run.folder))
 
 
 @pytest.mark.req("RUN-02")
@@ -125,47 +109,6 @@ def test_the_same_seed_gives_the_same_losses_scores_and_weights(
     assert len(scores[0]) == STEPS
     first, second = (weights_of(r.folder / f"checkpoint-{STEPS}") for r in (trained_run, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.req("ARCH-03", "CHB-01", "SEED-02")
-@pytest.mark.parametrize(
-    "decoding",
-    [
-        {"decode_mode": "sampling", "decoding": {"temperature": 1.0, "top_p": 0.9}},
-        {"decode_mode": "beam", "num_beams": 2},
-    ],
-    ids=["sampling", "beam"],
-)
-def test_a_step_of_sampled_or_beam_answers_repeats_itself(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, decoding: dict[str, Any]
-) -> None:
-    hf = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}
-    runs = []
-    for name in ("a", "b"):
-        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / name)
-        mapping["rollout_matching"] = hf | decoding
-        own = {"training": {"max_steps": 1, "save_strategy": "no"}}
-        config = parse_config(merge(mapping, own | {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}))
-        (answers,) = (run(config) / "rollouts").iterdir()
-        runs.append(answers.read_text())
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.req("RUN-02")
-def test_adapters_train_and_can_be_merged_into_the_base(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "train_coordinate_rows": False}
-    training = {"max_steps": 1, "save_steps": 1, "warmup_ratio": 0.0}
-    folder = run(small_config(toy_checkpoint, toy_data, tmp_path, training=training, tuner=tuner))
-    base = AutoModelForImageTextToText.from_pretrained(toy_checkpoint)
-    before = {name: p.clone() for name, p in base.named_parameters()}
-    adapted = PeftModel.from_pretrained(base, folder / "checkpoint-1")
-    merged = dict(MergedWeights(adapted).tensors("float32"))
-    assert merged.keys() == before.keys()
-    changed = [n for n, w in merged.items() if not torch.equal(w, before[n])]
-    assert changed
-    assert all("language_model" in name and name.endswith("_proj.weight") for name in changed)
 
 
 def test_a_part_with_a_rate_of_zero_has_no_gradient_and_no_optimizer_state(
@@ -213,7 +156,7 @@ def test_leftover_samples_of_an_epoch_make_no_smaller_step(
 ) -> None:
     training = {"effective_batch_size": 10, "max_steps": None, "num_train_epochs": 1.0}
     config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training)
-    steps = [line for line in lines(run(config)) if "loss" in line]
+    steps = metric_lines(run_quietly(config), "loss")
     assert [line["packing/post_rollout_segments"] for line in steps] == [10, 10]
 
 
@@ -232,7 +175,9 @@ def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
     training = {"max_steps": 1, "save_steps": 1}
     for name, own in (("full", {}), ("lora", {"tuner": tuner})):
-        run(small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own))
+        run_quietly(
+            small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own)
+        )
     make_model(tmp_path / "model", 0, tie=True)
     paths = list(tmp_path.rglob("*"))
     assert {path.suffix for path in paths} >= {".safetensors", ".pt", ".html", ".jsonl", ".yaml"}

@@ -1,7 +1,7 @@
 """Training recipes: what a step trains on, and the loss of a pack.
 
 A recipe is one file here and one line in `learner.objectives.variants`, which names it by
-`custom.trainer_variant`. See "Another recipe" in docs/architecture.md.
+`custom.trainer_variant`. CONTRIBUTING.md has an example.
 """
 
 from pkgutil import resolve_name

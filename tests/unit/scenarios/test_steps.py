@@ -23,7 +23,6 @@ from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.stages import targets
 from learner.stages.formats.coord_json import serialize_append
 from learner.stages.schedule import channel_for_step
-from learner.stages.tokens import PLACEHOLDERS
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
@@ -33,7 +32,7 @@ from learner.training.trainer import StepTrainer, build_optimizer
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode, entry, text_of
+from tests.unit.answers import encode, text_of
 from tests.unit.config_faults import changed, only_error
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import rollout, small_config, written
@@ -89,18 +88,6 @@ def test_packing_enabled_does_not_break_rollout_matching_training(step_b: StepB)
     assert gradients
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
     assert metrics["packing/post_rollout_segments"] == N_SAMPLES
-
-
-@pytest.mark.req("PARSE-02", "CHB-01")
-@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
-def test_answers_that_hold_the_token_of_an_image_are_trained_on(
-    step_b: StepB, placeholder: str
-) -> None:
-    step_b.backend.said = "{" + entry(1, f"a {placeholder}") + "}"
-    assert len(encode(step_b.parts.loaded.tokenizer, placeholder)) == 1
-    metrics = step_b.run()
-    assert metrics["packing/post_rollout_segments"] == N_SAMPLES
-    assert metrics["rollout/parse_truncated_rate"] == 1
 
 
 @pytest.mark.req("APPEND-03")

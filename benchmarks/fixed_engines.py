@@ -63,7 +63,7 @@ def fixed_servers(
     args = list(map(str, [count, seconds, sigma, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
     peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
     with peer:
-        clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.hear())]
+        clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.read_line())]
         backend = ServerBackend(clients, [FixedPushes(c) for c in clients], sequences)
         backend.connect()
         backend.push_weights(1)
@@ -93,11 +93,10 @@ class FixedA(ChannelA):
 
 
 class FixedB(ChannelB):
-    """As `FixedA`; an answer is assessed by waiting `assess_s`, and no prompt is encoded."""
+    """As `FixedA`; no answer is assessed and no prompt encoded."""
 
-    def __init__(self, seconds: float, assess_s: float = 0.0) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._assess_s = assess_s
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -105,7 +104,6 @@ class FixedB(ChannelB):
     def segments(
         self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
     ) -> tuple[list[Segment], list[AssessedRollout]]:
-        time.sleep(len(samples) * self._assess_s)
         return [tiny_segment(sample.sample_id) for sample in samples], []
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
