@@ -34,21 +34,16 @@ def check(
 
     Every image is decoded. Exit code 2 if there is a problem, 0 if there are only warnings.
     """
-    from learner.config import load_config
     from learner.config.rollout_matching import MatchingConfig
     from learner.data.check import check_files
-    from learner.data.show import check_tables, print_tables, told, watch
+    from learner.data.show import check_tables, format_problem, print_tables, watch
 
-    _require_one_source(files, config)
-    lengths, matching, allow_poly = None, MatchingConfig(), True
-    if config is not None:
-        run = load_config(config)
-        files, allow_poly, matching = _files_of(run), run.allow_poly, run.rollout_matching.matching
-        lengths = _lengths_if_there(run)
+    paths, run = _data_files(files, config)
+    matching = MatchingConfig() if run is None else run.rollout_matching.matching
     reports = check_files(
-        files or [],
-        allow_poly=allow_poly,
-        lengths=lengths,
+        paths,
+        allow_poly=run is None or run.allow_poly,
+        lengths=None if run is None else _lengths_if_there(run),
         canvas=matching.maskiou_resolution,
         watch=watch,
     )
@@ -57,7 +52,7 @@ def check(
         key=lambda problem: problem.warning,
     )
     for problem in findings[:limit]:
-        typer.echo(told(problem), err=True)
+        typer.echo(format_problem(problem), err=True)
     if limit is not None and len(findings) > limit:
         typer.echo(f"... and {len(findings) - limit} more", err=True)
     print_tables(check_tables(reports))
@@ -212,31 +207,27 @@ def look(
     ] = None,
 ) -> None:
     """Count objects, descriptions, sizes and tokens; show samples on a page."""
-    from learner.config import load_config
     from learner.data.jsonl import read_samples
-    from learner.data.look import choose, choose_lines, write_page
+    from learner.data.look import sample_subset, samples_of_lines, write_page
     from learner.data.show import print_tables
     from learner.data.stats import stats_tables
     from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
 
-    _require_one_source(files, config)
+    paths, run = _data_files(files, config)
     if lines is not None and samples is not None:
         raise ContractError("--lines", "given beside --samples", "Give one of them.")
-    lengths = None
-    if config is not None:
-        run = load_config(config)
-        files, lengths = _files_of(run), lengths_of_run(run)
     if out is not None:
         require_free(out)
-        if len(files or []) > 1:
-            found = f"given with {len(files or [])} data files"
+        if len(paths) > 1:
+            found = f"given with {len(paths)} data files"
             raise ContractError("--out", found, "Name one data file.")
-    everything = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
+    everything = [s for file in paths for s in read_samples(file, allow_poly=True)]
     if lines is None:
-        chosen = choose(everything, samples or 16, seed)
+        chosen = sample_subset(everything, samples or 16, seed)
     else:
-        chosen = choose_lines(everything, lines)
+        chosen = samples_of_lines(everything, lines)
+    lengths = None if run is None else lengths_of_run(run)
     print_tables(list(stats_tables(everything, lengths, top)))
     if out is None:
         return
@@ -245,14 +236,19 @@ def look(
     typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
 
 
-def _require_one_source(files: Sequence[Path] | None, config: Path | None) -> None:
+def _data_files(
+    files: Sequence[Path] | None, config: Path | None
+) -> tuple[Sequence[Path], "Config | None"]:
+    """The named files, or those of a config; ContractError for both and for none."""
+    from learner.config import load_config
+
     if (not files) == (config is None):
         found = "no data file" if config is None else "data files beside it"
         raise ContractError("--config", found, "Name data files, or a training YAML with --config.")
-
-
-def _files_of(config: "Config") -> list[Path]:
-    return [file for file in (config.data.train_jsonl, config.data.val_jsonl) if file is not None]
+    if config is None:
+        return files or [], None
+    data = (run := load_config(config)).data
+    return [file for file in (data.train_jsonl, data.val_jsonl) if file is not None], run
 
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":

@@ -157,7 +157,7 @@ def _of_lengths(
     except ContractError as error:
         yield DataProblem("image too narrow", error.where, error.found, error.do)
         return
-    except UnreadableImage:  # told with the other images
+    except UnreadableImage:  # reported with the other images
         return
     if limits.pack is not None and prompt + target > limits.pack:
         found = (

@@ -22,6 +22,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from learner.data.jsonl import DataProblem
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
+# Pillow decodes images of more than 89 megapixels, and warns of each.
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
 _ON_ITS_SIDE = (5, 6, 7, 8)
 _NOT_AS_STORED = (2, 3, 4, *_ON_ITS_SIDE)
@@ -59,7 +61,7 @@ def image_problem(
 ) -> DataProblem | None:
     """What is wrong with an image of a sample, if it is. size: as its line says, if it does."""
     if isinstance(look, UnreadableImage):
-        do = "Replace it, or remove the line."
+        do = "Replace it, mend its path (from the data file, or absolute), or remove the line."
         return DataProblem("unreadable image", sample_id, f"image {path} {look}", do)
     if size is None or size == look.size:
         return None
@@ -126,7 +128,7 @@ def look_at_all(paths: Sequence[Path], look: Callable[[Path], Look] = look_at) -
     outcome = partial(seen_of, look=look)
     workers = os.cpu_count() or 1
     remaining = iter(paths)
-    with ThreadPoolExecutor(workers) as pool, large_images_allowed():
+    with ThreadPoolExecutor(workers) as pool:
         ahead: deque[tuple[Path, Future[Seen]]] = deque(
             (path, pool.submit(outcome, path)) for path in islice(remaining, 4 * workers)
         )
@@ -164,11 +166,3 @@ def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
         if isinstance(error, OSError) and error.strerror:  # of the file, not of what it holds
             raise UnreadableImage(f"cannot be read ({error.strerror})") from error
         raise UnreadableImage(f"cannot be decoded ({error})") from error
-
-
-@contextmanager
-def large_images_allowed() -> Iterator[None]:
-    """Without Pillow's warning about images of more than 89 megapixels, which it decodes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        yield

@@ -22,7 +22,6 @@ would keep the last one in silence.
 
 import codecs
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,29 +188,28 @@ class Line(NamedTuple):
     problems: list[DataProblem]
 
 
-def read_samples(path: Path, *, allow_poly: bool, find_images: bool = True) -> list[Sample]:
-    """Read and check a whole data file; images are looked up, not decoded.
+def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
+    """Read and check a whole data file; images are not looked up.
 
     allow_poly: false where only boxes can be trained (`stage2_two_channel`).
-    find_images: false where samples may lack their images, as something else finds out.
 
     Raises:
         ContractErrors: what is wrong with the file, each as `file:line`; the first problems,
             and how many more there are.
     """
-    lines = list(scan(path, allow_poly=allow_poly, find_images=find_images))
+    lines = list(scan(path, allow_poly=allow_poly))
     if problems := [problem for line in lines for problem in line.problems]:
         raise capped(str(path), problems)
     return [line.sample for line in lines if line.sample is not None]
 
 
-def scan(path: Path, *, allow_poly: bool, find_images: bool = True) -> Iterator[Line]:
+def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
     """Read a data file line by line; arguments as those of `read_samples`.
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
     for number, raw in enumerate(raw_lines(path), start=1):
-        reader = _LineReader(path, number, allow_poly, find_images)
+        reader = _LineReader(path, number, allow_poly)
         sample = reader.read(raw)
         yield Line(sample, reader.problems)
 
@@ -269,11 +267,10 @@ _KEYS = {
 class _LineReader:
     """Turns one line into a sample, noting every problem of it in `problems`."""
 
-    def __init__(self, path: Path, number: int, allow_poly: bool, find_images: bool) -> None:
+    def __init__(self, path: Path, number: int, allow_poly: bool) -> None:
         self.sample_id = f"{path}:{number}"
         self.folder = path.parent
         self.allow_poly = allow_poly
-        self.find_images = find_images
         self.problems: list[DataProblem] = []
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
@@ -292,23 +289,15 @@ class _LineReader:
         valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
         for key, known in _KEYS.items():
             if key not in valid:
-                self._wrong(known.kind, f"{key} is {_told(record, key)}", known.do)
+                self._wrong(known.kind, f"{key} is {_value_of(record, key)}", known.do)
         names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
-        images = tuple(map(self._image, names))
+        images = tuple((self.folder / name).absolute() for name in names)
         objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
         if self.problems:
             return None
         sides = record["width"], record["height"]
         found = tuple(item for item in objects if item is not None)
         return Sample(self.sample_id, images, *sides, found, record["metadata"])
-
-    def _image(self, name: str) -> Path:
-        image = (self.folder / name).absolute()
-        # os.path.isfile is false for a name that is too long, and Path.is_file raises
-        if self.find_images and not os.path.isfile(image):
-            do = "Put it there, or mend the path (relative to the data file, or absolute)."
-            self._wrong("missing image", f"image {name!r} is not at {image}", do)
-        return image
 
     def _object(self, where: str, item: Any) -> GroundTruthObject | None:
         """None (and a note) for what is no object."""
@@ -320,7 +309,7 @@ class _LineReader:
         if is_description(desc := item.get("desc")):
             return None if shape is None else GroundTruthObject(normalized(desc), shape)
         do = f"Name the object, e.g. red square, in Unicode text without tokens like {IM_END}."
-        self._wrong("description", f"{where}.desc is {_told(item, 'desc')}", do)
+        self._wrong("description", f"{where}.desc is {_value_of(item, 'desc')}", do)
         return None
 
     def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
@@ -345,7 +334,7 @@ class _LineReader:
         return None
 
 
-def _told(mapping: dict[str, Any], key: str) -> str:
+def _value_of(mapping: dict[str, Any], key: str) -> str:
     return brief(mapping[key]) if key in mapping else "missing"
 
 

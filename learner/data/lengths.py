@@ -13,14 +13,13 @@ from tokenizers import Tokenizer
 
 from learner.config.registry import model_family
 from learner.data.images import look_at_header
+from learner.data.jsonl import build_messages
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
 
 WriteAnswer = Callable[[Sequence[GroundTruthObject]], str]
-# The messages of a sample, as chat templates take them.
-WriteMessages = Callable[[Sample], list[dict[str, Any]]]
 
 
 class ImageRule(Protocol):
@@ -64,17 +63,17 @@ class TokenLimits(NamedTuple):
 
 
 class SampleLengths:
-    """Measures samples for one checkpoint.
+    """Measures samples for one checkpoint and one prompt.
 
     write_answer: the objects as the model is taught to write them.
-    write_messages: differs between samples by the number of images only.
     """
 
     def __init__(
         self,
         checkpoint: Path,
         write_answer: WriteAnswer,
-        write_messages: WriteMessages,
+        prompt: str,
+        system: str | None,
         limits: TokenLimits,
     ) -> None:
         self.limits = limits
@@ -83,7 +82,7 @@ class SampleLengths:
         self._placeholder = checkpoint_family(checkpoint).placeholder
         self._template = chat_template(checkpoint)
         self._write_answer = write_answer
-        self._write_messages = write_messages
+        self._prompt, self._system = prompt, system
         self._text_tokens: dict[int, int] = {}
 
     def target(self, sample: Sample) -> int:
@@ -117,8 +116,9 @@ class SampleLengths:
         if count not in self._text_tokens:
             from transformers.utils.chat_template_utils import render_jinja_template  # a second
 
+            messages = build_messages(sample, self._prompt, self._system)
             rendered: Any = render_jinja_template(
-                [self._write_messages(sample)],
+                [[message.model_dump(exclude_none=True) for message in messages]],
                 chat_template=self._template,
                 add_generation_prompt=True,
             )

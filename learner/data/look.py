@@ -38,13 +38,13 @@ def colour_of(description: str) -> str:
     return list(PALETTE)[zlib.crc32(description.encode()) % len(PALETTE)]
 
 
-def choose(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
+def sample_subset(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
     """`count` samples drawn by `seed` (all, if there are fewer), in the order of the file."""
     chosen = Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[index] for index in sorted(chosen)]
 
 
-def choose_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
+def samples_of_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
     """The samples of lines such as `3,17`, counted from 1; ContractError for others."""
     chosen = {}
     for line in map(str.strip, lines.split(",")):

@@ -70,7 +70,7 @@ class BatchOrder:
 
 @lru_cache(maxsize=4)
 def _order(order: BatchOrder, epoch: int) -> Sequence[int]:
-    import numpy as np  # not for those who look at a config
+    import numpy as np  # not to check a config
 
     if not order.shuffle:
         return range(order.samples)

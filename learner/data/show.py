@@ -35,10 +35,10 @@ def watch(looks: Looks, count: int, every_s: float = 10.0) -> Looks:
     shown = Console(stderr=True)
     if shown.is_terminal:
         return track(looks, "Images", total=count, console=shown, transient=True)
-    return _told_every(looks, count, shown, every_s)
+    return _print_progress(looks, count, shown, every_s)
 
 
-def _told_every(looks: Looks, count: int, shown: Console, every_s: float) -> Looks:
+def _print_progress(looks: Looks, count: int, shown: Console, every_s: float) -> Looks:
     last = time.monotonic()
     for done, look in enumerate(looks, start=1):
         if time.monotonic() - last >= every_s:
@@ -77,8 +77,8 @@ def plain(value: object) -> Text:
     return Text(printable(value, lines=True))
 
 
-def told(problem: DataProblem) -> str:
-    """A problem as the command line tells every error, in three parts."""
+def format_problem(problem: DataProblem) -> str:
+    """The text of a problem, in three parts as every error."""
     text = describe(problem)
     return text.replace("error:", "warning:", 1) if problem.warning else text
 

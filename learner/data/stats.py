@@ -11,6 +11,7 @@ from learner.data.images import UnreadableImage
 from learner.data.jsonl import bounding_box
 from learner.data.lengths import SampleLengths
 from learner.data.show import new_table, plain
+from learner.runs.console import fraction
 from learner.stages.coords import decode_bin
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -88,10 +89,10 @@ def _number(value: float) -> str:
 def _ranked(table: Table, counts: Counter[str], top: int) -> Table:
     listed = counts.most_common(top)
     for name, count in listed:
-        table.add_row(str(count), _share(count, counts.total()), plain(name))
+        table.add_row(str(count), fraction(count, counts.total()), plain(name))
     if rest := counts.total() - sum(count for _, count in listed):
         others = f"({len(counts) - len(listed)} others)"
-        table.add_row(str(rest), _share(rest, counts.total()), others)
+        table.add_row(str(rest), fraction(rest, counts.total()), others)
     return table
 
 
@@ -104,7 +105,7 @@ def _sizes(areas: FloatArray) -> Table:
         ("large", f"area >= {large}^2 pixels", areas >= large**2),
     ):
         count = int(chosen.sum())
-        table.add_row(str(count), _share(count, len(areas)), name, bound)
+        table.add_row(str(count), fraction(count, len(areas)), name, bound)
     return table
 
 
@@ -137,8 +138,4 @@ def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> Fl
 
 
 def _of(count: int, total: int) -> str:
-    return f"{count} ({_share(count, total)})" if count else "0"
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count / total:.1%}"
+    return f"{count} ({fraction(count, total)})" if count else "0"

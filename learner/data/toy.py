@@ -40,12 +40,8 @@ class ToyData:
 
     @classmethod
     def under(cls, directory: Path) -> "ToyData":
-        return cls(
-            train_jsonl=directory / "train.jsonl",
-            val_jsonl=directory / "val.jsonl",
-            coco_train=directory / "coco_train.json",
-            coco_val=directory / "coco_val.json",
-        )
+        names = ("train.jsonl", "val.jsonl", "coco_train.json", "coco_val.json")
+        return cls(*(directory / name for name in names))
 
 
 def make_data(

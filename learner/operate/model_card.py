@@ -91,7 +91,7 @@ def _data(config: Mapping[str, Any], manifest: Manifest | None) -> Iterator[str]
 def _counts(file: Path) -> tuple[str, str]:
     """Samples and objects."""
     try:
-        samples = read_samples(file, allow_poly=True, find_images=False)
+        samples = read_samples(file, allow_poly=True)
     except ContractError:  # a run that skips bad samples may have trained on the others
         return "not known", "not known"
     return f"{len(samples):,}", f"{sum(len(sample.objects) for sample in samples):,}"

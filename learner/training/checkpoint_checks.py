@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from learner.config.schema import Config, CustomConfig, LoraTuner
 from learner.config.yaml12 import read_mapping
 from learner.data.images import UnreadableImage
-from learner.data.jsonl import build_messages
 from learner.data.lengths import SampleLengths, TokenLimits, chat_template, read_tokenizer
 from learner.runs.run_folder import RESOLVED
 from learner.stages.coords import COORD_BINS, coord_token
@@ -185,14 +184,11 @@ def lengths_of_run(config: Config) -> SampleLengths:
     """
     answers = answer_format(config)
     check_model(config)
-    template = config.template
     pack = config.global_max_length if config.training.packing else None
     return SampleLengths(
         folder_with(config.model.model, "tokenizer.json", "model.model"),
         partial(answers.write, field_order=config.custom.object_field_order),
-        lambda sample: [
-            message.model_dump(exclude_none=True)
-            for message in build_messages(sample, template.prompt, template.system)
-        ],
+        config.template.prompt,
+        config.template.system,
         TokenLimits(config.rollout_matching.max_new_tokens, pack),
     )

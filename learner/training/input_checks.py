@@ -18,7 +18,7 @@ from pathlib import Path
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
-from learner.data.images import Watch
+from learner.data.images import Watch, image_problem, look_at_header, seen_of
 from learner.data.jsonl import capped, read_samples, scan
 from learner.data.lengths import image_rule
 from learner.data.order import image_faults
@@ -185,13 +185,9 @@ def read_data(
     Raises ContractErrors for what is wrong with a file, and, unless `data.on_bad_sample` is skip,
     for samples that cannot be shown.
     """
-    skip = config.data.on_bad_sample == "skip"
-    samples = [
-        read_samples(file, allow_poly=config.allow_poly, find_images=not skip) if file else []
-        for file in files
-    ]
+    samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
     bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
-    if bad and not skip:
+    if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
     return samples, bad
 
@@ -334,7 +330,10 @@ def check_files(config: Config) -> list[ContractError]:
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """The file is there and its first sample is one, images included: where `key` says."""
     try:
-        problems: Sequence[ContractError] = next(scan(file, allow_poly=allow_poly)).problems
+        sample, found = next(scan(file, allow_poly=allow_poly))
+        looks = {p: seen_of(p, look_at_header) for p in (sample.images if sample else ())}
+        images = (image_problem(f"{file}:1", None, path, look) for path, look in looks.items())
+        problems: list[ContractError] = [*found, *filter(None, images)]
     except ContractError as error:
         problems = [error]
     if problems:

@@ -8,8 +8,10 @@ from typing import Any
 from PIL import Image
 
 from learner.data.images import Looks
+from learner.data.lengths import SampleLengths, TokenLimits
+from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.matching import mask_iou
-from learner.types import Shape
+from learner.types import GroundTruthObject, Shape
 
 Line = dict[str, Any] | str
 
@@ -59,3 +61,12 @@ def covers_a_pixel(shape: Shape) -> bool:
 
 def unwatched(looks: Looks, count: int) -> Looks:
     return looks
+
+
+def lengths_of(
+    checkpoint: Path, limits: TokenLimits, prompt: str = "Go", system: str | None = None
+) -> SampleLengths:
+    def write(objects: Sequence[GroundTruthObject]) -> str:
+        return serialize_objects(objects, "desc_first")
+
+    return SampleLengths(checkpoint, write, prompt, system, limits)

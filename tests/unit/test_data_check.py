@@ -1,6 +1,6 @@
 """What `learner data check` finds beyond what reading a data file shows."""
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,14 @@ import pytest
 from PIL import Image
 
 from learner.data.check import FileReport, check_files, odd_text
+from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.show import kinds
-from learner.stages.formats.coord_json import serialize_objects
-from learner.types import GroundTruthObject, Shape
+from learner.types import Shape
 from tests.unit.data_files import (
     box,
     covers_a_pixel,
+    lengths_of,
     line,
     paint,
     paint_all,
@@ -61,7 +62,7 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
         (3, "geometry", False),
         (3, "description", False),
         (4, "other image size", False),
-        (5, "missing image", False),
+        (5, "unreadable image", False),
         (6, "too thin to match", True),
     ]
 
@@ -86,6 +87,16 @@ def test_a_truncated_image_is_unreadable(tmp_path: Path, suffix: str) -> None:
     content = image.read_bytes()
     image.write_bytes(content[: len(content) // 2])
     assert found(path) == [(1, "unreadable image", False)]
+
+
+@pytest.mark.parametrize("name", ["nowhere/b.png", "x" * 5_000, "a\0b", "\ud800"])
+def test_an_image_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(line(name)))
+    (report,) = check(path)
+    (finding,) = report.findings
+    assert finding.found.startswith(f"image {tmp_path / name} cannot be ")
+    assert "mend its path" in finding.do
 
 
 def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -> None:
@@ -217,25 +228,15 @@ def file_of_cats(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "d.jsonl", *(line(f"{n}.png", *[CAT] * n) for n in (1, 2, 3)))
 
 
-def cat_lengths(checkpoint: Path, limits: TokenLimits) -> SampleLengths:
-    def write(objects: Sequence[GroundTruthObject]) -> str:
-        return serialize_objects(objects, "desc_first")
-
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Go"}]}]
-    return SampleLengths(checkpoint, write, lambda _: prompt, limits)
-
-
 def test_samples_that_do_not_fit_the_limits_of_a_run_are_warnings(
     file_of_cats: Path, toy_checkpoint: Path
 ) -> None:
-    from learner.data.jsonl import read_samples
-
     two = read_samples(file_of_cats, allow_poly=False)[1]
-    measured = cat_lengths(toy_checkpoint, TokenLimits(0, 0))
+    measured = lengths_of(toy_checkpoint, TokenLimits(0, 0))
     target, prompt = measured.target(two), measured.prompt(two)
 
     def warned(answer: int, pack: int | None) -> list[tuple[str, str]]:
-        lengths = cat_lengths(toy_checkpoint, TokenLimits(answer, pack))
+        lengths = lengths_of(toy_checkpoint, TokenLimits(answer, pack))
         (report,) = check(file_of_cats, lengths=lengths)
         assert all(finding.warning for finding in report.findings)
         return [(f.where[-1], f.kind) for f in report.findings]
@@ -249,7 +250,7 @@ def test_an_image_the_processor_refuses_is_a_problem(tmp_path: Path, toy_checkpo
     paint(tmp_path / "a.png", (402, 2))
     path = write_lines(tmp_path / "d.jsonl", line("a.png", size=(402, 2)))
     assert found(path) == []
-    lengths = cat_lengths(toy_checkpoint, TokenLimits(10**6, None))
+    lengths = lengths_of(toy_checkpoint, TokenLimits(10**6, None))
     (report,) = check(path, lengths=lengths)
     (finding,) = report.findings
     assert (finding.kind, finding.warning) == ("image too narrow", False)

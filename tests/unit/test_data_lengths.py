@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,24 @@ from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from learner.data.images import UnreadableImage
-from learner.data.jsonl import build_messages, read_samples
+from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits, chat_template
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
 from learner.models.load import read_processor
 from learner.models.prompts import PromptEncoder
-from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.targets import build_ground_truth_target
 from learner.training.checkpoint_checks import check_checkpoint
-from learner.types import GroundTruthObject, Sample
+from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import LYING, box, line, paint, write_lines
+from tests.unit.data_files import LYING, box, lengths_of, line, paint, write_lines
 
 SYSTEM = "Answer in JSON."
 
 
-def lengths_of(checkpoint: Path) -> SampleLengths:
+def measured(checkpoint: Path) -> SampleLengths:
     """As a run with this prompt writes its samples."""
-
-    def answer(objects: Sequence[GroundTruthObject]) -> str:
-        return serialize_objects(objects, "desc_first")
-
-    def messages(sample: Sample) -> list[dict[str, Any]]:
-        return [m.model_dump(exclude_none=True) for m in build_messages(sample, PROMPT, SYSTEM)]
-
-    return SampleLengths(checkpoint, answer, messages, TokenLimits(1, None))
+    return lengths_of(checkpoint, TokenLimits(1, None), PROMPT, SYSTEM)
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def test_lengths_are_those_the_trainer_gets(
 ) -> None:
     processor = AutoProcessor.from_pretrained(toy_checkpoint)
     encode = PromptEncoder(processor, PROMPT, SYSTEM)
-    lengths = lengths_of(toy_checkpoint)
+    lengths = measured(toy_checkpoint)
     for sample in [*many_sizes, *read_samples(toy_data.val_jsonl, allow_poly=False)]:
         target = build_ground_truth_target(sample.objects, processor.tokenizer, "desc_first")
         assert lengths.target(sample) == len(target.token_ids)
@@ -154,4 +145,4 @@ def test_a_second_image_that_cannot_be_opened_is_told(
 ) -> None:
     many_sizes[3].images[1].write_text("no image")
     with pytest.raises(UnreadableImage):
-        lengths_of(toy_checkpoint).images(many_sizes[3])
+        measured(toy_checkpoint).images(many_sizes[3])

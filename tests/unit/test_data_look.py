@@ -12,10 +12,10 @@ from PIL import Image
 from learner.data.jsonl import read_samples
 from learner.data.look import (
     PALETTE,
-    choose,
-    choose_lines,
     colour_of,
     picture_name,
+    sample_subset,
+    samples_of_lines,
     write_page,
 )
 from learner.types import Sample
@@ -43,17 +43,17 @@ def names(samples: list[Sample]) -> list[int]:
 
 
 def test_a_seed_chooses_the_same_samples_in_the_order_of_the_file(samples: list[Sample]) -> None:
-    chosen = names(choose(samples, 4, seed=1))
-    assert chosen == names(choose(samples, 4, seed=1)) == sorted(set(chosen))
-    assert len({tuple(names(choose(samples, 4, seed))) for seed in range(9)}) > 1
-    assert names(choose(samples, 99, seed=0)) == list(range(1, 11))
+    chosen = names(sample_subset(samples, 4, seed=1))
+    assert chosen == names(sample_subset(samples, 4, seed=1)) == sorted(set(chosen))
+    assert len({tuple(names(sample_subset(samples, 4, seed))) for seed in range(9)}) > 1
+    assert names(sample_subset(samples, 99, seed=0)) == list(range(1, 11))
 
 
 def test_lines_are_chosen_as_they_are_asked_for(samples: list[Sample]) -> None:
-    assert names(choose_lines(samples, "7, 2,7")) == [7, 2]
+    assert names(samples_of_lines(samples, "7, 2,7")) == [7, 2]
     for wrong in ("0", "11", "x", ""):
         with pytest.raises(ContractError, match=f"there is no line '{wrong}'"):
-            choose_lines(samples, f"2,{wrong}")
+            samples_of_lines(samples, f"2,{wrong}")
 
 
 class _Page(HTMLParser):

@@ -10,9 +10,8 @@ from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.stats import stats_tables
 from learner.data.toy import ToyData
-from learner.stages.formats.coord_json import serialize_objects
 from learner.types import Sample
-from tests.unit.data_files import box, line, paint_all, write_lines
+from tests.unit.data_files import box, lengths_of, line, paint_all, write_lines
 
 SMALL = box("ball", 0, 0, 499, 499)  # about 32 x 24 of 64 x 48 pixels
 LARGE = box("bus", 0, 0, 999, 999)
@@ -74,22 +73,17 @@ def test_descriptions_below_the_top_are_summed_up(samples: list[Sample]) -> None
 def test_tokens_are_held_against_the_limits_of_a_run(
     toy_data: ToyData, toy_checkpoint: Path
 ) -> None:
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Go"}]}]
-
-    def limited(limits: TokenLimits) -> SampleLengths:
-        return SampleLengths(
-            toy_checkpoint, lambda o: serialize_objects(o, "desc_first"), lambda _: prompt, limits
-        )
-
     train = read_samples(toy_data.train_jsonl, allow_poly=False)
-    free = limited(TokenLimits(1, None))
+    free = lengths_of(toy_checkpoint, TokenLimits(1, None))
     targets = [free.target(sample) for sample in train]
     pack = max(free.prompt(sample) + free.target(sample) for sample in train)
     shortest, longest = min(targets), max(targets)
     over = sum(target > shortest for target in targets)
     assert 0 < over < 24
 
-    rows = printed(train, limited(TokenLimits(shortest, pack)))["Tokens of a sample"]
+    rows = printed(train, lengths_of(toy_checkpoint, TokenLimits(shortest, pack)))[
+        "Tokens of a sample"
+    ]
     assert rows[1][0] == "target"
     assert rows[1][3:] == [str(longest), str(shortest), str(over), f"({over / 24:.1%})"]
     assert rows[4][:3] == ["prompt", "and", "target"]

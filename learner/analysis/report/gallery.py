@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from learner.analysis.report.answers import FAULTS, faults_of
 from learner.analysis.report.findings import drop_meanings
-from learner.data.images import UnreadableImage, large_images_allowed, open_upright
+from learner.data.images import UnreadableImage, open_upright
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject, StepAnswer, f1_of
 from learner.stages.matching import mask_iou
 from learner.types import GeometryKind, normalized
@@ -97,7 +97,7 @@ def gallery(
     places: dict[Path, int] = {}
     for answer in answers:
         places.setdefault(answer.images[0], len(places))
-    with large_images_allowed(), ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         pictures = list(pool.map(embed, places))
     cards, slugs = [], Counter[str]()
     for answer in answers:
