@@ -37,10 +37,10 @@ from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, conversion_table, new_table, print_tables, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
-from learner.models.load import check_parameters, on_meta
+from learner.models.load import check_parameters
 from learner.operate.doctor.weights import stored_rows
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.estimate.sizes import USABLE, gib, sizes_of
+from learner.operate.estimate.step import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
@@ -62,8 +62,6 @@ BATCH, CPU_BATCH = 32, 8
 # Two passes over the data, and so many steps at least.
 PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
 ANSWERS_AT_ONCE = 64
-# Master weight, gradient and two moments of a parameter that is trained, in float32.
-TRAINED_BYTES = 16
 # Of a shared GPU, what the server takes at most; the rest is for what the learner keeps.
 LARGEST_SHARE = 0.7
 _LENGTH_STEP = 64
@@ -357,10 +355,6 @@ def _fit(
 ) -> Choice | str:
     """The shape with what follows from its estimate, or why it does not fit."""
     config = writer.config(Choice(shape, ""), lengths)
-    room = gpu.memory * USABLE
-    states = TRAINED_BYTES * sizes_of(on_meta(config)).parameters / shape.learner_gpus
-    if not shape.lora and states > room:  # no need to count the rest
-        return f"weights, gradients and moments alone are {gib(states)} of {gib(room)}"
     found = count(config, samples, gpu, shape.learner_gpus)
     needs = (
         f"Estimate for {gpu.name}, on the longest samples: the learner needs "

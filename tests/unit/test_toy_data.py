@@ -5,7 +5,6 @@ With polygons, corners of what is drawn, too.
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +26,8 @@ from learner.data.toy_scenes import (
     SceneObject,
     make_scene,
 )
-from learner.runs.atomic_files import publish_directory
 from learner.stages.coords import encode_bin
 from learner.types import GroundTruthObject, Sample, Shape
-from shared_contracts.errors import ContractError
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +49,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_same_seed_gives_the_same_bytes(toy: ToyData, tmp_path: Path) -> None:
     make_data(tmp_path / "again", train=30, val=20, seed=0)
     assert contents(tmp_path / "again") == contents(toy.train_jsonl.parent)
-
-
-def test_another_seed_gives_other_scenes(toy: ToyData, tmp_path: Path) -> None:
-    other = make_data(tmp_path / "other", train=30, val=20, seed=1)
-    assert other.train_jsonl.read_bytes() != toy.train_jsonl.read_bytes()
-
-
-def test_more_scenes_keep_the_first_ones(toy: ToyData, tmp_path: Path) -> None:
-    more = make_data(tmp_path / "more", train=31, val=1, seed=0)
-    assert more.train_jsonl.read_bytes().startswith(toy.train_jsonl.read_bytes())
-
-
-def test_training_and_held_out_scenes_differ(toy: ToyData) -> None:
-    train = {s.objects for s in read_samples(toy.train_jsonl, allow_poly=False)}
-    val = {s.objects for s in read_samples(toy.val_jsonl, allow_poly=False)}
-    assert not train & val
 
 
 @pytest.mark.req("DATA-01")
@@ -183,18 +164,6 @@ def test_the_far_edge_of_the_image_is_bin_999(toy: ToyData) -> None:
     assert {encode_bin(v / IMAGE_SIDE) for v in range(IMAGE_SIDE + 1)} >= set(coords)
 
 
-def test_pycocotools_reads_the_export(toy: ToyData) -> None:
-    coco = COCO(str(toy.coco_val))
-    samples = read_samples(toy.val_jsonl, allow_poly=False)
-    assert len(coco.getImgIds()) == len(samples)
-    names = {c["id"]: c["name"] for c in coco.loadCats(coco.getCatIds())}
-    for image_id, sample in enumerate(samples, start=1):
-        (image,) = coco.loadImgs([image_id])
-        assert toy.coco_val.parent / image["file_name"] == sample.images[0]
-        annotations = coco.loadAnns(coco.getAnnIds(imgIds=[image_id]))
-        assert [names[a["category_id"]] for a in annotations] == [o.desc for o in sample.objects]
-
-
 @pytest.mark.req("DATA-02")
 def test_coco_boxes_are_pixels_of_the_original_image() -> None:
     shape = Shape("bbox_2d", (0, 333, 999, 666))
@@ -203,36 +172,3 @@ def test_coco_boxes_are_pixels_of_the_original_image() -> None:
     assert exported["images"][0]["file_name"] == "a.png"
     assert exported["annotations"][0]["bbox"] == pytest.approx([0, 30, 300, 30])
     assert exported["annotations"][0]["area"] == pytest.approx(9000)
-
-
-def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
-    sample = Sample("s", (Path("/other/a.png"),), 10, 10, ())
-    assert to_coco([sample], Path("/data"))["images"][0]["file_name"] == "/other/a.png"
-
-
-def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "kept").touch()
-    with pytest.raises(ContractError, match="no name of its own"):
-        make_data(Path("."), train=1, val=1, seed=0)
-    with pytest.raises(ContractError, match="not an empty directory"):
-        make_data(tmp_path, train=1, val=1, seed=0)
-    assert contents(tmp_path) == {"kept": b""}
-
-
-@pytest.mark.parametrize(("train", "val", "seed"), [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_counts_below_one_are_refused(tmp_path: Path, train: int, val: int, seed: int) -> None:
-    with pytest.raises(ContractError, match="at least"):
-        make_data(tmp_path / "out", train, val, seed)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with suppress(RuntimeError), publish_directory(out) as part:
-        (part / "first").touch()
-        assert not out.exists()
-        raise RuntimeError
-    assert not list(out.parent.iterdir())
-    with publish_directory(out) as part:
-        (part / "first").touch()
-    assert contents(out.parent) == {"out/first": b""}
