@@ -28,6 +28,7 @@ from shared_contracts.footprint import GIB, cache_elements, engine_share, run_co
 # Of a server's GPU, what an engine needs beside weights and cache: the CUDA context, kernels,
 # graphs, activations of a prefill. An engine that sleeps keeps this at most.
 ENGINE_BYTES = 4 * GIB
+_KINDS = ("weights", "gradients", "moments", "working", "total")
 # Numbers of GPUs of servers that the steps of channel B are estimated for.
 SERVERS = (1, 2, 4, 8)
 # Read on 2026-11-25: run, what was measured, and the bound of this estimate for the same run.
@@ -73,10 +74,9 @@ class Estimate:
     @property
     def server_share(self) -> float:
         """Of a GPU, what an engine takes."""
+        vllm = self.config.rollout_matching.vllm
         if self.colocated:
-            return (
-                self.config.rollout_matching.vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-            )
+            return vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
         return engine_share(self.gpu.memory, 0.0 if self.served is None else self.served.largest)
 
     @property
@@ -249,11 +249,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
             channel: {
                 "pack_tokens": cost.tokens,
                 "packs": cost.packs,
-                "weights_bytes": cost.weights,
-                "gradients_bytes": cost.gradients,
-                "moments_bytes": cost.moments,
-                "working_bytes": cost.working,
-                "total_bytes": cost.total,
+                **{f"{kind}_bytes": getattr(cost, kind) for kind in _KINDS},
                 "pack_flops": cost.flops,
                 "step_seconds_at_best": found.step_s(cost),
                 "messages_seconds_at_best": found.messages_s(cost),
