@@ -23,7 +23,7 @@ from learner.training.checkpoint_checks import longest_prompt
 from learner.training.input_checks import check_processes, check_step_budget, generates
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import GIB, cache_elements, engine_share, run_context
+from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, run_context
 
 # Of a server's GPU, what an engine needs beside weights and cache: the CUDA context, kernels,
 # graphs, activations of a prefill. An engine that sleeps keeps this at most.
@@ -279,8 +279,8 @@ def as_json(found: Estimate) -> dict[str, Any]:
 def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
     """The numbers of the JSON, and what others have measured."""
     document = as_json(found)
-    plain = {key: value for key, value in document.items() if isinstance(value, str | int | float)}
-    yield "Learner GPUs and pushes", _table({"": plain})
+    plain = {key: value for key, value in document.items() if isinstance(value, int | float)}
+    yield f"{found.gpu.name}: learner GPUs and pushes", _table({"": plain})
     channels = {f"channel {name}": each for name, each in document["channels"].items()}
     title = f"Each of {found.processes} learner GPU(s), in a step of {found.samples} samples"
     yield title, _table(channels)
@@ -288,7 +288,7 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
         yield "While the server works, the learner keeps", _table({"": document["beside_server"]})
     if found.served is not None:
         yield "Each GPU of a server", _table({"": document["server"]})
-    if steps := {f"{step['servers']:.0f} GPUs": step for step in found.served_steps()}:
+    if steps := {f"{step.pop('servers')} GPU(s)": step for step in found.served_steps()}:
         yield "Steps of channel B, by GPUs of servers", _table(steps)
     others = new_table("run", "measured", "our bound")
     for row in PUBLISHED:
@@ -307,7 +307,7 @@ def _table(columns: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
-        return gib(value)
+        return gib(value) if value >= MIB else f"{value / 1024:.3g} KiB"
     if "seconds" in key:
         return f"{value:.3g} s"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value}"
