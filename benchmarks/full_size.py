@@ -4,7 +4,7 @@
 
     float32     a forward and backward of one pack with images: two layers, 2k tokens
     bfloat16    the same under autocast
-    memory      of 8k tokens on fake tensors, as `learner estimate` counts it
+    memory      of 8k tokens on fake tensors, with what operations need for themselves
 
 The peer is transformers' model with the same weights: `sdpa` over the packed position ids, a
 convolution as patch embedding, the logits of all rows, and the objectives as their formulas are.
@@ -43,12 +43,12 @@ from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
 from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection
 from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
 from learner.operate.demo import CONFIGS
-from learner.operate.estimate.fake import Costs, faked, put_on_fakes
-from learner.operate.estimate.step import meta_model, recipe_of
+from learner.operate.estimate.step import recipe_of
 from learner.stages.coords import COORD_BINS
 from learner.training.recipes import Recipe
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
+from tests.unit.fake_step import Costs, faked, put_on_fakes, step_model
 
 
 def _module(name: str, **config: float) -> dict[str, Any]:
@@ -289,8 +289,8 @@ def _set_up(model: Any, *, plain: bool) -> None:
 
 
 def _peak_on_fakes(config: Config, samples: list[Sample], loss: Loss) -> int:
-    """Bytes beside weights and gradients, as `learner estimate` counts them."""
-    loaded = meta_model(config)
+    """Bytes beside weights and gradients."""
+    loaded = step_model(config)
     recipe = recipe_of(config, loaded)
     pack = make_pack(recipe.channel_a.segments(samples))
     assert pack.pixel_values is not None

@@ -45,8 +45,8 @@ def init(
 
     require_free(out)
     use_passive_wait()
-    from learner.operate.init import Asked, device_named
+    from learner.operate.init import InitOptions, device_named
     from learner.operate.init import init as run
 
     device, count = device_named(gpu, gpus)
-    run(Asked(model, data, val, out, device, count, lora), Console())
+    run(InitOptions(model, data, val, out, device, count, lora), Console())

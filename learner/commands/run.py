@@ -82,9 +82,9 @@ def launch(
 
     from learner.config import load_config, load_mapping
     from learner.distributed.waiting import reporting_waits
-    from learner.operate.launch import crew_of
+    from learner.operate.launch import Crew
     from learner.operate.launch import launch as run
-    from learner.operate.launch_plan import Asked, check_launch, plan_launch
+    from learner.operate.launch_plan import LaunchOptions, plan_launch
     from learner.runs.console import tell
 
     console = Console()
@@ -92,18 +92,17 @@ def launch(
     path = only_config(file, config)
     parsed = load_config(path)
     own = load_mapping(server_config) if server_config is not None else {}
-    asked = Asked(device, tuple(server_gpus or ()), train_gpus, train_processes)
-    checked = check_launch(parsed, asked, own)
-    if over := checked.inputs.finished(parsed.training):
+    options = LaunchOptions(device, tuple(server_gpus or ()), train_gpus, train_processes)
+    plan = plan_launch(path, parsed, options, own)
+    if over := plan.inputs.finished(parsed.training):
         say(over)
         return
-    plan = plan_launch(path, parsed, checked, os.environ)
     plan.write_files()
     for server in plan.servers:
         say(f"Starting a rollout server: {server} (log: {server.log})")
     try:
         with reporting_waits(say):
-            code = run(crew_of(plan), say)
+            code = run(Crew.of(plan), say)
     finally:
         console.show_cursor()  # a learner that was stopped may have hidden it
     raise typer.Exit(code)

@@ -24,7 +24,6 @@ from rich.text import Text
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
-from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import Evaluation, Scores
 from learner.analysis.report.run_page import renew
 from learner.analysis.report.run_view import REPORT
@@ -37,11 +36,12 @@ from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.models.toy_vision import Losses, pretrain_vision
 from learner.operate.eval_plan import evaluation_folder
+from learner.operate.eval_run import keep_evaluation
 from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
 from learner.runs.atomic_files import publish_text, require_free
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
-from learner.training.evaluation import evaluation_facts, score_checkpoint
+from learner.training.evaluation import score_checkpoint
 from learner.training.input_checks import check_inputs, generates
 from learner.training.server_checks import reach_servers
 from learner.training.train import train
@@ -95,9 +95,9 @@ class Demo:
         return ToyData.under(self.folder / "data")
 
     @property
-    def distinct_data(self) -> ToyData:
-        """Of the part before the warm-up, in the crowded world."""
-        return ToyData.under(self.folder / "data_distinct")
+    def distinct(self) -> Path:
+        """Data of the part before the warm-up, in the crowded world."""
+        return self.folder / "data_distinct"
 
     @property
     def model(self) -> Path:
@@ -135,8 +135,7 @@ def run_demo(
     if world == "plain":
         make_model(demo.model, seed)
     else:
-        distinct = folder / "data_distinct"
-        make_data(distinct, TRAIN_SCENES, HELD_OUT_SCENES, seed, world="distinct")
+        make_data(demo.distinct, TRAIN_SCENES, HELD_OUT_SCENES, seed, world="distinct")
         make_model(folder / "random_model", seed)
         _pretrain(demo, folder / "random_model")
     publish_text(folder / SCHEMA, schema_text())
@@ -166,7 +165,7 @@ def _run_all(demo: Demo, config: Config) -> list[Row]:
     held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
     rows = [("before training", _score(config, held_out).scores)]
     if demo.world == "crowded":
-        distinct = _config(demo, DISTINCT, demo.model, demo.distinct_data)
+        distinct = _config(demo, DISTINCT, demo.model, ToyData.under(demo.distinct))
         demo.begin(f"Scenes of distinct shapes, in channel A: {demo.folder / DISTINCT}")
         _train(distinct, demo.console)
         config = _config(demo, WARMUP, _last_checkpoint(distinct))
@@ -195,11 +194,9 @@ def _evaluate(demo: Demo, config: Config, held_out: list[Sample]) -> Scores:
     last = config.model_copy(
         update={"model": config.model.model_copy(update={"model": checkpoint})}
     )
-    evaluation = _score(last, held_out)
-    data = demo.data.val_jsonl
-    scored = Scored.of(evaluation.answers, data, polygons=config.allow_poly)
-    facts = {"checkpoint": str(checkpoint), **evaluation_facts(last, data)}
-    write_evaluation(evaluation_folder(run, checkpoint, data), scored, facts)
+    evaluation, data = _score(last, held_out), demo.data.val_jsonl
+    out = evaluation_folder(run, checkpoint, data)
+    keep_evaluation(evaluation, last, checkpoint, data, out)
     renew(run, demo.console)
     return evaluation.scores
 

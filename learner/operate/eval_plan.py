@@ -6,7 +6,6 @@ Imports no torch.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -121,8 +120,8 @@ def _to_score(config: Config, model: Path, *, adapter: bool) -> Config:
     return config.model_copy(update=parts)
 
 
-def _check_weights(folder: Path, where: str) -> None:
-    """A folder that a model can be loaded from; where: what names it."""
+def require_whole(folder: Path, where: str) -> None:
+    """Raise ContractError for a folder of a run, and a checkpoint of which files are missing."""
     if checkpoints := checkpoints_in(folder):
         found = f"{folder} is the folder of a run"
         raise ContractError(where, found, f"Name a checkpoint in it, such as {checkpoints[0]}")
@@ -131,6 +130,11 @@ def _check_weights(folder: Path, where: str) -> None:
             read_checkpoint(folder)
         except BrokenCheckpoint as error:
             raise ContractError(where, f"is not whole: {error}", "Name another one") from error
+
+
+def _check_weights(folder: Path, where: str) -> None:
+    """A folder that a model can be loaded from; where: what names it."""
+    require_whole(folder, where)
     try:
         check_checkpoint(folder)
     except ContractError as error:
@@ -139,38 +143,28 @@ def _check_weights(folder: Path, where: str) -> None:
 
 
 def _check_adapter(config: Config, folder: Path) -> None:
-    """The adapter is of the kind that the config makes, which nothing else tells."""
-    tuner = config.tuner
+    """The adapter is of the kind that the config makes."""
+    tuner, do = config.tuner, "Give the config of its run, such as its resolved_config.yaml"
     if not isinstance(tuner, LoraTuner):
-        raise ContractError(
-            "--checkpoint",
-            f"{folder} is an adapter, and tuner.train_type of the config is {tuner.train_type}",
-            "Give the config of the run that made it, such as its resolved_config.yaml",
-        )
+        found = f"{folder} is an adapter, and tuner.train_type of the config is {tuner.train_type}"
+        raise ContractError("--checkpoint", found, do)
     try:
         made = strict_json((folder / ADAPTER).read_text(encoding="utf-8"), str(folder / ADAPTER))
     except (OSError, UnicodeDecodeError, DataProblem) as error:
         said = error.found if isinstance(error, DataProblem) else error
         found = f"{folder / ADAPTER} cannot be read ({said})"
         raise ContractError("--checkpoint", found, "Name another one") from error
-    if errors := list(_differences(tuner, made)):
-        raise ContractErrors(errors)
-
-
-def _differences(tuner: LoraTuner, made: dict[str, Any]) -> Iterator[ContractError]:
-    """made: `adapter_config.json`, as peft writes it."""
-    asked = {
+    values = {  # by the names of peft's file
         "lora_rank": (tuner.lora_rank, made.get("r")),
         "lora_alpha": (tuner.lora_alpha, made.get("lora_alpha")),
         "use_dora": (tuner.use_dora, made.get("use_dora", False)),
     }
-    for key, (ours, its) in asked.items():
-        if ours != its:
-            yield ContractError(
-                f"tuner.{key}",
-                f"is {ours}, and that of the adapter is {its}",
-                "Give the config of the run that made it, such as its resolved_config.yaml",
-            )
+    if errors := [
+        ContractError(f"tuner.{key}", f"is {ours}, and that of the adapter is {its}", do)
+        for key, (ours, its) in values.items()
+        if ours != its
+    ]:
+        raise ContractErrors(errors)
 
 
 def evaluation_folder(run: Path, checkpoint: Path, data: Path) -> Path:

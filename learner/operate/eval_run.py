@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.detections import AveragePrecision, Overlap
 from learner.analysis.evaluation.folder import Scored, write_evaluation
-from learner.analysis.evaluation.scores import ScoredAnswer, Scores
+from learner.analysis.evaluation.scores import Evaluation, ScoredAnswer, Scores
 from learner.analysis.report.answers import badness
 from learner.analysis.report.evaluation_page import precision_title
 from learner.analysis.report.run_page import error_text
@@ -49,10 +49,17 @@ def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: 
     with _server_folder() as folder, showing_waits(console):
         evaluation = score_checkpoint(config, plan.samples, clients, folder, plan.placement, load)
     with showing_waits(console), waiting_for("the scores"):
-        scored = Scored.of(evaluation.answers, plan.data, polygons=config.allow_poly)
-        facts = {"checkpoint": str(plan.checkpoint), **evaluation_facts(config, plan.data)}
-        plan.out.parent.mkdir(parents=True, exist_ok=True)
-        write_evaluation(plan.out, scored, facts)
+        return keep_evaluation(evaluation, config, plan.checkpoint, plan.data, plan.out)
+
+
+def keep_evaluation(
+    evaluation: Evaluation, config: Config, checkpoint: Path, data: Path, out: Path
+) -> Scored:
+    """Score answers to the samples of `data`, and write the folder `out`."""
+    scored = Scored.of(evaluation.answers, data, polygons=config.allow_poly)
+    facts = {"checkpoint": str(checkpoint), **evaluation_facts(config, data)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_evaluation(out, scored, facts)
     return scored
 
 
@@ -97,15 +104,10 @@ def tables(scored: Scored) -> list[tuple[str, Table]]:
         (precision_title(scored.files.protocol, scored.files.ranked_by), _precisions(scored)),
         (f"Descriptions of the lowest F1, at most {_WORST}", _descriptions(scored)),
     ]
-    if worst := worst_answers(scored.answers, _WORST):
-        found.append((f"Samples of the lowest F1, at most {_WORST}", _samples(worst)))
+    wrong = sorted((answer for answer in scored.answers if answer.f1 < 1), key=badness)
+    if wrong:  # in the order of the page
+        found.append((f"Samples of the lowest F1, at most {_WORST}", _samples(wrong[:_WORST])))
     return found
-
-
-def worst_answers(answers: Sequence[ScoredAnswer], most: int) -> list[ScoredAnswer]:
-    """Those with something wrong, in the order of the page."""
-    wrong = [answer for answer in answers if answer.f1 < 1]
-    return sorted(wrong, key=badness)[:most]
 
 
 def _scores(scored: Scored) -> Table:

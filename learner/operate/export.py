@@ -28,13 +28,14 @@ from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
 from learner.models.prompts import encode_request
 from learner.models.published import write_published_form
+from learner.operate.eval_plan import require_whole
 from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating
 from learner.rollout.server_process import ServerProcess
 from learner.rollout.sync.probe import ProofOfEffect, probe_call, prompts
 from learner.runs.atomic_files import publish_directory, require_free
-from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, newest_whole, read_checkpoint
+from learner.runs.checkpoint import newest_whole
 from learner.runs.hub import push_folder
 from learner.stages.tokens import CoordVocab
 from shared_contracts.adapters import ADAPTER
@@ -53,18 +54,13 @@ _LOGITS = 1e-3
 def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
     """Raise ContractError for what is no whole checkpoint, or cannot be proven or written."""
     require_free(out)
+    require_whole(checkpoint, "CHECKPOINT")
     if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):
         raise ContractError(
             "CHECKPOINT",
             f"{checkpoint} has neither config.json nor {ADAPTER}",
             "Name the folder of a checkpoint, such as RUN/checkpoint-500",
         )
-    if (checkpoint / MANIFEST).is_file():
-        try:
-            read_checkpoint(checkpoint)
-        except BrokenCheckpoint as error:
-            found = f"is not whole: {error}"
-            raise ContractError("CHECKPOINT", found, "Name another one") from error
     if verify == "all" and find_spec("vllm") is None:
         raise ContractError(
             "--verify",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -34,13 +34,13 @@ from learner.data.conversion import convert, write_records
 from learner.data.formats import detect_format, read_other
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
-from learner.data.show import check_tables, new_table, print_tables, show_conversion, watch
+from learner.data.show import check_tables, print_tables, show_conversion, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
-from learner.models.load import check_parameters, on_meta
+from learner.models.load import check_parameters
 from learner.operate.doctor.weights import stored_rows
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.estimate.sizes import USABLE, gib, sizes_of
+from learner.operate.estimate.step import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
@@ -60,19 +60,16 @@ BATCH, CPU_BATCH = 32, 8
 # Two passes over the data, and so many steps at least.
 PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
 ANSWERS_AT_ONCE = 64
-# Master weight, gradient and two moments of a parameter that is trained, in float32.
-TRAINED_BYTES = 16
 # Of a shared GPU, what the server takes at most; the rest is for what the learner keeps.
 LARGEST_SHARE = 0.7
 _LENGTH_STEP = 64
 
 Offload = Literal["", "optimizer", "model"]
-Count = Callable[[Config, Sequence[Sample], Gpu, int], Estimate]
 OFFLOADS: tuple[Offload, ...] = ("", "optimizer", "model")
 
 
 @dataclass(frozen=True)
-class Asked:
+class InitOptions:
     """The options. gpu: None on the CPU; gpus: of the learner and its servers together."""
 
     model: Path
@@ -86,15 +83,20 @@ class Asked:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run uses its devices.
+    """How a run uses its devices, and what follows from its estimate.
 
     servers: GPUs of the rollout server; 0: it shares the device of the learner. pack: tokens.
+    share: of a GPU that learner and server share. at_once: `decode_batch_size`.
     """
 
     lora: bool
     learner_gpus: int
     servers: int
     pack: int
+    estimate: str = ""
+    share: float | None = None
+    offload: Offload = ""
+    at_once: int = ANSWERS_AT_ONCE
 
     def __str__(self) -> str:
         weights = "LoRA" if self.lora else "all weights"
@@ -110,20 +112,6 @@ class Lengths:
     target: int
     answer: int
     longest: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A shape that fits, and what follows from its estimate.
-
-    share: of a GPU that learner and server share. at_once: `decode_batch_size`.
-    """
-
-    shape: Shape
-    estimate: str
-    share: float | None = None
-    offload: Offload = ""
-    at_once: int = ANSWERS_AT_ONCE
 
 
 def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
@@ -146,55 +134,57 @@ def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
     return gpu, gpus or len(visible)
 
 
-def init(asked: Asked, console: Console) -> None:
-    """Write the folder `asked.out`; says what was found, what was chosen and what to run next.
+def init(options: InitOptions, console: Console) -> None:
+    """Write the folder `options.out`; says what was found, what was chosen and what to run next.
 
     Raises ContractError for a checkpoint, data or a GPU with which no run can train; nothing is
     left then.
     """
-    require_free(asked.out)
+    require_free(options.out)
     disable_progress_bar()
-    has_tokens = _has_coordinate_tokens(asked.model)
-    check_parameters(asked.model, "--model")
-    with publish_directory(asked.out) as part:
+    has_tokens = _has_coordinate_tokens(options.model)
+    check_parameters(options.model, "--model")
+    with publish_directory(options.out) as part:
         data, *val = [
-            as_data_file(option, source, asked.out / name, part / name, console)
+            as_data_file(option, source, options.out / name, part / name, console)
             for option, source, name in (
-                ("--data", asked.data, "train.jsonl"),
-                ("--val", asked.val, "val.jsonl"),
+                ("--data", options.data, "train.jsonl"),
+                ("--val", options.val, "val.jsonl"),
             )
             if source is not None
         ]
         samples = check_data([data[0], *(file[0] for file in val)], console)
-        asked = replace(asked, data=data[1], val=val[0][1] if val else None)
-        model = asked.model
+        options = replace(options, data=data[1], val=val[0][1] if val else None)
+        model = options.model
         if not has_tokens:
             model = part / MODEL
-            describe_expanded(asked.model, model)
+            describe_expanded(options.model, model)
         why = _why_warmup(model) if has_tokens else "they are new"
         if why is None:
-            tell(console, f"Coordinate tokens: {asked.model} has them, and they look trained")
-        writer = Writer(asked, part, model, len(samples), warmup=why is not None)
+            tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
+        writer = Writer(options, part, model, len(samples), warmup=why is not None)
         samples, lengths = measure(writer.draft(), samples)
-        choice = choose(writer, samples, lengths, console)
+        shape = choose(writer, samples, lengths, console)
         if not has_tokens:
             shutil.rmtree(model)
-            expand_vocab(asked.model, model, seed=0, tie=None)
+            expand_vocab(options.model, model, seed=0, tie=None)
             tell(
                 console,
-                f"Coordinate tokens: added to {asked.out / MODEL}; their rows start as the mean "
+                f"Coordinate tokens: added to {options.out / MODEL}; their rows start as the mean "
                 "of all rows plus noise of mean zero that is smooth in the coordinate",
             )
-        names = writer.write(choice, lengths)
+        names = [TWO_CHANNEL] if why is None else [WARMUP, TWO_CHANNEL]
+        for name in names:
+            writer.write(name, shape, lengths)
         publish_text(part / SCHEMA, schema_text())
     if why is not None:
         tell(console, f"A warm-up comes first, because of the coordinate tokens: {why}")
-    if asked.val is None:
+    if options.val is None:
         tell(console, "No --val: the run is not evaluated. Keep samples apart to know its scores")
     for name in names:
-        tell(console, f"Written: {asked.out / f'{name}.yaml'}")
-    first = shlex.quote(str(asked.out / f"{names[0]}.yaml"))
-    commands = [command_of(name, asked.out, choice.shape) for name in names]
+        tell(console, f"Written: {options.out / f'{name}.yaml'}")
+    first = shlex.quote(str(options.out / f"{names[0]}.yaml"))
+    commands = [command_of(name, options.out, shape) for name in names]
     tell(console, "\n  ".join(["Next:", f"learner doctor {first}", *commands]))
 
 
@@ -285,18 +275,18 @@ def _round_up(tokens: int) -> int:
     return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
 
 
-def shapes(asked: Asked, lengths: Lengths, batch: int) -> Iterator[Shape]:
+def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[Shape]:
     """Those that the options allow, in the order in which they change the shipped profile least:
     all weights on a GPU, then over more of them, then LoRA; long packs before short ones.
     """
-    usual = CPU_PACKS if asked.gpu is None else PACKS
+    usual = CPU_PACKS if options.gpu is None else PACKS
     packs = sorted({max(pack, lengths.longest) for pack in usual}, reverse=True)
-    for lora in (True,) if asked.lora else (False, True):
+    for lora in (True,) if options.lora else (False, True):
         learners = [1]
-        while not lora and (more := 2 * learners[-1]) < asked.gpus and more <= batch:
+        while not lora and (more := 2 * learners[-1]) < options.gpus and more <= batch:
             learners.append(more)
         for learner in learners:
-            servers = asked.gpus - learner if asked.gpus > 1 else 0
+            servers = options.gpus - learner if options.gpus > 1 else 0
             yield from (Shape(lora, learner, servers, pack) for pack in packs)
 
 
@@ -305,74 +295,51 @@ def choose(
     samples: Sequence[Sample],
     lengths: Lengths,
     console: Console,
-    count: Count = estimate,
-) -> Choice:
+    count: Callable[..., Estimate] = estimate,
+) -> Shape:
     """The first shape that fits, by the estimate of a step on its longest samples.
 
     samples: the longest first. count: makes an estimate, as `learner estimate` does.
 
-    Raises ContractError, with what each shape lacks, where none fits.
+    Raises ContractError, with what the last shape lacks, where none fits.
     """
-    asked = writer.asked
-    if asked.gpu is None:
-        (shape, *_) = shapes(asked, lengths, writer.batch)
-        return Choice(shape, "Memory was not estimated; `learner doctor` counts that of a CPU.")
-    table = new_table("tried", "fits", "why")
-    chosen: Choice | None = None
-    lacks = ""
-    for shape in shapes(asked, lengths, writer.batch):
-        tell(console, f"Estimate for {asked.gpu.name}: {shape}")
-        found = _fit(writer, shape, samples, lengths, asked.gpu, count)
-        if isinstance(found, Choice):
-            table.add_row(str(shape), "yes", found.estimate)
-            chosen = found
-            break
-        lacks = found
-        table.add_row(str(shape), "no", found)
-    print_tables([("", table)])
-    if chosen is None:
-        do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
-        raise ContractError("--gpu", f"nothing fits {asked.gpus} x {asked.gpu.name}: {lacks}", do)
-    return chosen
+    gpu, found = writer.options.gpu, ""
+    for shape in shapes(writer.options, lengths, writer.batch):
+        if gpu is None:
+            note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
+            return replace(shape, estimate=note)
+        fitted = _fit(writer, shape, lengths, partial(count, samples=samples, gpu=gpu))
+        if isinstance(fitted, Shape):
+            tell(console, f"Fits {gpu.name}: {fitted}. {fitted.estimate}")
+            return fitted
+        found = fitted
+        tell(console, f"Does not fit {gpu.name}: {shape}: {found}")
+    assert gpu is not None, "a CPU fits"
+    do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
+    raise ContractError("--gpu", f"nothing fits {writer.options.gpus} x {gpu.name}: {found}", do)
 
 
 def _fit(
-    writer: "Writer",
-    shape: Shape,
-    samples: Sequence[Sample],
-    lengths: Lengths,
-    gpu: Gpu,
-    count: Count,
-) -> Choice | str:
+    writer: "Writer", shape: Shape, lengths: Lengths, count: Callable[..., Estimate]
+) -> Shape | str:
     """The shape with what follows from its estimate, or why it does not fit."""
-    config = writer.config(Choice(shape, ""), lengths)
-    room = gpu.memory * USABLE
-    states = TRAINED_BYTES * sizes_of(on_meta(config)).parameters / shape.learner_gpus
-    if not shape.lora and states > room:  # no need to count the rest
-        return f"weights, gradients and moments alone are {gib(states)} of {gib(room)}"
-    found = count(config, samples, gpu, shape.learner_gpus)
-    needs = (
-        f"Estimate for {gpu.name}, on the longest samples: the learner needs "
-        f"{gib(found.largest.total)} of {gib(found.room)}."
-    )
-    if shape.servers:
-        refused = list(found.refusals())
-        return refused[0].found if refused else Choice(shape, needs, at_once=_at_once(found))
-    refused = []
+    faults = list[ContractError]()
+    found = count(writer.config(shape, lengths), processes=shape.learner_gpus)
+    note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs "
+    shape = replace(shape, estimate=f"{note}{gib(found.largest.total)} of {gib(found.room)}.")
     for offload in OFFLOADS:
-        kept = replace(found, config=writer.config(Choice(shape, "", 0.1, offload), lengths)).kept
-        share = min(LARGEST_SHARE, math.floor(20 * (USABLE - kept / gpu.memory)) / 20)
-        if share > 0:
-            choice = Choice(shape, needs, share, offload)
-            shared = replace(found, config=writer.config(choice, lengths))
-            refused = list(shared.refusals())
-            if not refused:
-                return replace(choice, at_once=_at_once(shared))
-    return refused[0].found if refused else "the learner keeps all of it beside its server"
-
-
-def _at_once(found: Estimate) -> int:
-    return min(ANSWERS_AT_ONCE, found.sequences or 1)
+        if not shape.servers:  # shared: the server takes what the learner does not keep
+            shape = replace(shape, share=0.1, offload=offload)
+            kept = replace(found, config=writer.config(shape, lengths)).kept / found.gpu.memory
+            shape = replace(shape, share=min(LARGEST_SHARE, math.floor(20 * (USABLE - kept)) / 20))
+            if shape.share is not None and shape.share <= 0:
+                continue
+        fitted = replace(found, config=writer.config(shape, lengths))
+        if not (faults := list(fitted.refusals())):
+            return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
+        if shape.servers:
+            break
+    return faults[0].found if faults else "the learner keeps all of it beside its server"
 
 
 class Writer:
@@ -383,10 +350,10 @@ class Writer:
     """
 
     def __init__(
-        self, asked: Asked, folder: Path, model: Path, samples: int, *, warmup: bool
+        self, options: InitOptions, folder: Path, model: Path, samples: int, *, warmup: bool
     ) -> None:
-        self.asked = asked
-        most = CPU_BATCH if asked.gpu is None else BATCH
+        self.options = options
+        most = CPU_BATCH if options.gpu is None else BATCH
         self.batch = 1 << int(math.log2(min(most, samples)))
         self._folder = folder
         self._model = model
@@ -400,45 +367,33 @@ class Writer:
 
     def draft(self) -> Config:
         """A config to measure samples with; nothing in it fits them yet."""
-        shape = Shape(self.asked.lora, 1, 0, PACKS[0])
-        return self.config(Choice(shape, ""), Lengths(1, 1, 1))
+        return self.config(Shape(self.options.lora, 1, 0, PACKS[0]), Lengths(1, 1, 1))
 
-    def config(self, choice: Choice, lengths: Lengths) -> Config:
+    def config(self, shape: Shape, lengths: Lengths) -> Config:
         """The run's, of the model to measure with."""
-        config = self._write(TWO_CHANNEL, choice, lengths)
+        config = self.write(TWO_CHANNEL, shape, lengths)
         model = config.model.model_copy(update={"model": self._model})
         return config.model_copy(update={"model": model})
 
-    def write(self, choice: Choice, lengths: Lengths) -> list[str]:
-        """Write the YAMLs, and return their names in the order in which they are run."""
-        names = [WARMUP, TWO_CHANNEL] if self._warmup else [TWO_CHANNEL]
-        for name in names:
-            self._write(name, choice, lengths)
-        return names
-
-    def _write(self, name: str, choice: Choice, lengths: Lengths) -> Config:
-        path = self._folder / f"{name}.yaml"
-        publish_text(path, self._template.render(self._values(name, choice, lengths)) + "\n")
-        return load_config(path)
-
-    def _values(self, name: str, choice: Choice, lengths: Lengths) -> dict[str, Any]:
-        asked, shape, warmup = self.asked, choice.shape, name == WARMUP
-        folder = asked.out.absolute()
+    def write(self, name: str, shape: Shape, lengths: Lengths) -> Config:
+        """Write the YAML of this name, and load it."""
+        options, warmup, path = self.options, name == WARMUP, self._folder / f"{name}.yaml"
+        folder = options.out.absolute()
         steps = self.steps(name)
-        model = folder / MODEL if self._model != asked.model else asked.model.absolute()
+        model = folder / MODEL if self._model != options.model else options.model.absolute()
         if self._warmup and not warmup:
             model = folder / WARMUP / f"checkpoint-{self.steps(WARMUP)}"
-        return {
+        values = {
             "warmup": warmup,
             "after_warmup": self._warmup,
-            "command": command_of(name, asked.out, shape),
+            "command": command_of(name, options.out, shape),
             "model": str(model),
-            "train": str(asked.data.absolute()),
-            "val": None if asked.val is None else str(asked.val.absolute()),
-            "evaluate": asked.val is not None and not warmup,
-            "name": f"{asked.out.name}_{name}",
+            "train": str(options.data.absolute()),
+            "val": None if options.val is None else str(options.val.absolute()),
+            "evaluate": options.val is not None and not warmup,
+            "name": f"{options.out.name}_{name}",
             "output_dir": str(folder / name),
-            "on_cpu": asked.gpu is None,
+            "on_cpu": options.gpu is None,
             "samples": f"{self._samples:,}",
             "batch": self.batch,
             "steps": steps,
@@ -446,8 +401,9 @@ class Writer:
             "save_steps": max(1, steps // 10),
             **asdict(shape),
             **asdict(lengths),
-            **asdict(choice),
         }
+        publish_text(path, self._template.render(values) + "\n")
+        return load_config(path)
 
     def steps(self, name: str) -> int:
         return max(WARMUP_STEPS if name == WARMUP else RUN_STEPS, self._steps)

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Self
 
 from learner.distributed.waiting import waiting_for
-from learner.operate.launch_plan import LaunchPlan, ServerPlan
+from learner.operate.launch_plan import LaunchPlan
 from learner.operate.torchrun import SHUTDOWN_S
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.server_process import PAUSES_S, ServerProcess, SupervisedServer
@@ -36,12 +36,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_GRACE_S = SHUTDOWN_S + 10.0
 # Imports, weights, and on GPUs the capture of graphs.
 START_S = 900.0
-# One look at a server takes at most so long.
-_ASKED_S = 2.0
+# One call of a server takes at most so long.
+_CALL_S = 2.0
 _POLL_S = 0.2
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """A signal came. number: which one."""
 
     def __init__(self, number: int) -> None:
@@ -75,12 +75,12 @@ class StopSignals:
         return len(self._came) > 1
 
     def check(self) -> None:
-        """Raises StopAsked once a signal came."""
+        """Raises StopRequested once a signal came."""
         if self._came:
-            raise StopAsked(self._came[0])
+            raise StopRequested(self._came[0])
 
     def pause(self, seconds: float) -> None:
-        """Sleep; raises StopAsked as soon as a signal came."""
+        """Sleep; raises StopRequested as soon as a signal came."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.check()
@@ -94,14 +94,18 @@ class StopSignals:
 class LearnerProcess:
     """`command` in so many processes, with this process's output; all end with this process.
 
-    In a session of their own, so that an interrupt of the terminal is this process's alone to
-    act on. asked: a second signal cuts the grace of a stop short.
+    In a session of their own, so that an interrupt of the terminal reaches this process alone.
+    signals: a second one cuts the grace of a stop short.
     """
 
     def __init__(
-        self, command: list[str], processes: int, environment: Mapping[str, str], asked: StopSignals
+        self,
+        command: list[str],
+        processes: int,
+        environment: Mapping[str, str],
+        signals: StopSignals,
     ) -> None:
-        self._asked = asked
+        self._signals = signals
         torchrun = [sys.executable, "-m", "learner.operate.torchrun", str(os.getpid())]
         self._process = subprocess.Popen(
             [*torchrun, "--standalone", f"--nproc-per-node={processes}", "--", *command],
@@ -114,81 +118,23 @@ class LearnerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        """SIGTERM, then SIGKILL after a grace time."""
+        self._process.terminate()
+        end = time.monotonic() + STOP_GRACE_S
+        while self.code() is None and time.monotonic() < end and not self._signals.urgent:
+            time.sleep(0.05)
+        self._process.kill()  # and the kernel kills its processes
+        self._process.wait()
 
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
         code = self._process.poll()
         return RUN_FAILED if code is not None and code < 0 else code
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL after a grace time; idempotent."""
-        if self._process.poll() is not None:
-            return
-        self._process.terminate()
-        end = time.monotonic() + STOP_GRACE_S
-        while self._process.poll() is None and time.monotonic() < end and not self._asked.urgent:
-            time.sleep(0.05)
-        self._process.kill()  # and the kernel kills its processes
-        self._process.wait()
-
-
-def wait_until_ready(
-    servers: Sequence[ServerProcess],
-    timeout_s: float,
-    asked: StopSignals,
-    tell: Tell,
-) -> None:
-    """Wait until each can be pushed to, and tell of it.
-
-    Raises:
-        ContractError: one ended, as it was told something wrong.
-        RunError: one ended, or was not ready in time; both show its last lines.
-        StopAsked: a signal came.
-    """
-    reasons: dict[ServerProcess, str] = {}
-    waiting, began = list(servers), time.monotonic()
-    with waiting_for("the rollout servers", lambda: "; ".join(tuple(reasons.values()))):
-        while waiting:
-            for server in tuple(waiting):
-                asked.check()
-                reason = why_not_ready(server)
-                if reason is not None:
-                    reasons[server] = reason
-                    continue
-                waiting.remove(server)
-                reasons.pop(server, None)
-                tell(f"Ready after {time.monotonic() - began:.0f} s: {server.base_url}")
-            if waiting and time.monotonic() - began > timeout_s:
-                late = waiting[0]
-                raise RunError(
-                    f"the rollout server at {late.base_url} was not ready within {timeout_s:g} s "
-                    f"({reasons[late]}). {late.log_tail()}"
-                )
-            asked.pause(_POLL_S if waiting else 0.0)
-
-
-def why_not_ready(server: ServerProcess) -> str | None:
-    """What it says, or that it says nothing yet; None: it is ready.
-
-    Raises ContractError or RunError when it has ended.
-    """
-    if (code := server.code()) is not None:
-        where, found = f"the rollout server at {server.base_url}", f"it ended with code {code}"
-        if code == BAD_INPUT:
-            raise ContractError(where, found, server.log_tail())
-        raise RunError(f"{where}: {found}. {server.log_tail()}")
-    try:
-        with RolloutClient(server.base_url, _ASKED_S) as client:
-            client.check_pushable()
-    except SERVER_ERRORS as error:
-        return str(error)
-    return None
-
 
 @dataclass(frozen=True)
 class Crew:
-    """What is started. servers: each on a port of its own. learner: hears of second signals.
+    """What is started. servers: each on a port of its own.
 
     start_s, pauses_s: see `SupervisedServer`.
     """
@@ -198,58 +144,47 @@ class Crew:
     start_s: float = START_S
     pauses_s: Sequence[float] = PAUSES_S
 
-
-def crew_of(plan: LaunchPlan) -> Crew:
-    return Crew(
-        [partial(_start_server, server, plan) for server in plan.servers],
-        partial(LearnerProcess, plan.learner, plan.processes, plan.learner_environment),
-    )
-
-
-def _start_server(server: ServerPlan, plan: LaunchPlan) -> ServerProcess:
-    at = server.listen
-    return ServerProcess(
-        server.options,
-        server.log,
-        at.port,
-        plan.server_environment,
-        at.host,
-        at.base_url,
-        server.grace_s,
-    )
+    @classmethod
+    def of(cls, plan: LaunchPlan) -> Self:
+        around = plan.server_environment
+        servers = [
+            partial(ServerProcess, s.options, s.log, s.port, around, s.host, s.base_url, s.grace_s)
+            for s in plan.servers
+        ]
+        learner = partial(LearnerProcess, plan.learner, plan.processes, plan.learner_environment)
+        return cls(servers, learner)
 
 
 def launch(crew: Crew, tell: Tell) -> int:
     """Run it all; returns the learner's exit code, or 128 and the signal that ended it.
 
-    tell: what goes on, in lines.
+    tell: prints a line.
 
     Raises:
-        ContractError: a server ended at its start, as it was told something wrong.
+        ContractError: a server ended at its start, because of bad input.
         RunError: a server did not become ready, or ended for good.
     """
-    with StopSignals() as asked:
+    with StopSignals() as signals:
         try:
-            with Servers(crew, asked, tell) as servers:
+            with Servers(crew, signals, tell) as servers:
                 servers.start()
                 tell("Starting the learner")
-                with crew.learner(asked) as learner:
-                    return _until_the_end(learner, servers, asked, tell)
-        except StopAsked as stop:
+                with crew.learner(signals) as learner:
+                    return _until_the_end(learner, servers, signals, tell)
+        except StopRequested as stop:
             return 128 + stop.number
 
 
 def _until_the_end(
-    learner: LearnerProcess, servers: "Servers", asked: StopSignals, tell: Tell
+    learner: LearnerProcess, servers: "Servers", signals: StopSignals, tell: Tell
 ) -> int:
     try:
         while (code := learner.code()) is None:
             servers.check()
-            asked.pause(_POLL_S)
-    except (RunError, StopAsked) as reason:
+            signals.pause(_POLL_S)
+    except (RunError, StopRequested) as reason:
         with suppress(OSError):  # the terminal may be gone
-            (line, *_) = str(reason).splitlines()
-            tell(f"Stopping the learner ({line})")
+            tell(f"Stopping the learner ({str(reason).splitlines()[0]})")
         raise
     tell(f"The learner ended with code {code}")
     return code
@@ -258,21 +193,38 @@ def _until_the_end(
 class Servers:
     """All servers of a launch; none is left when this is."""
 
-    def __init__(self, crew: Crew, asked: StopSignals, tell: Tell) -> None:
-        self._crew = crew
-        self._asked = asked
-        self._tell = tell
+    def __init__(self, crew: Crew, signals: StopSignals, tell: Tell) -> None:
+        self._crew, self._signals, self._tell = crew, signals, tell
         self._processes: list[ServerProcess] = []
         self._kept: list[SupervisedServer] = []
 
     def start(self) -> None:
-        """Wait until all are ready; from then on one that ends is started again.
+        """Start all and wait until all are ready; from then on one that ends is started again.
 
-        Raises what `wait_until_ready` raises.
+        Raises:
+            ContractError: one ended, because of bad input.
+            RunError: one ended, or was not ready in time; both show its last lines.
+            StopRequested: a signal came.
         """
         for start in self._crew.servers:
             self._processes.append(start())
-        wait_until_ready(self._processes, self._crew.start_s, self._asked, self._tell)
+        waiting, began, reason = [*self._processes], time.monotonic(), ""
+        with waiting_for("the rollout servers", lambda: reason):
+            while waiting:
+                self._signals.pause(_POLL_S)
+                for server in waiting[1:]:
+                    require_running(server)
+                passed = time.monotonic() - began
+                if (why := why_not_ready(waiting[0])) is None:
+                    self._tell(f"Ready after {passed:.0f} s: {waiting.pop(0).base_url}")
+                    continue
+                reason = why
+                if passed > self._crew.start_s:
+                    late = waiting[0]
+                    raise RunError(
+                        f"the rollout server at {late.base_url} was not ready within "
+                        f"{self._crew.start_s:g} s ({why}). {late.log_tail()}"
+                    )
         for start, process in zip(self._crew.servers, self._processes, strict=True):
             name = f"the rollout server at {process.base_url}"
             pauses_s, start_s = self._crew.pauses_s, self._crew.start_s
@@ -294,14 +246,27 @@ class Servers:
         with ThreadPoolExecutor(max(len(running), 1)) as pool:
             stops = [pool.submit(server.stop) for server in running]
             while not all(stop.done() for stop in stops):
-                if self._asked.urgent:
+                if self._signals.urgent:
                     for server in running:
                         server.kill()
                 time.sleep(_POLL_S)
-        for server, stop in zip(running, stops, strict=True):
-            if (failure := stop.exception()) is not None:
-                with suppress(OSError):
-                    self._tell(
-                        f"{server.base_url} could not be stopped ({failure!r}): it is killed "
-                        "with the end of this"
-                    )
+
+
+def require_running(server: ServerProcess) -> None:
+    """Raise ContractError or RunError when it has ended."""
+    if (code := server.code()) is not None:
+        where, found = f"the rollout server at {server.base_url}", f"it ended with code {code}"
+        if code == BAD_INPUT:
+            raise ContractError(where, found, server.log_tail())
+        raise RunError(f"{where}: {found}. {server.log_tail()}")
+
+
+def why_not_ready(server: ServerProcess) -> str | None:
+    """The error of a call; None: it can be pushed to. Raises as `require_running`."""
+    require_running(server)
+    try:
+        with RolloutClient(server.base_url, _CALL_S) as client:
+            client.check_pushable()
+    except SERVER_ERRORS as error:
+        return str(error)
+    return None

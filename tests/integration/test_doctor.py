@@ -1,10 +1,8 @@
 """`learner doctor` against a real server: a working set-up, and each fault of one."""
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from learner.cli import app
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import free_ports
-from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.unit.small_run import small_mapping
 
@@ -127,50 +124,3 @@ def test_unreadable_images_are_named_with_the_remedy(doctor: Doctor, tmp_path: P
     assert found["media"]["found"].startswith(f"the server cannot read {outside}/")
     image = Path(found["media"]["found"].split()[4].rstrip(":"))
     assert f"Start the server with --allowed-media-dir {image.parent}, " in found["media"]["do"]
-
-
-@pytest.fixture
-def guarded(server: RunningServer) -> Iterator[str]:
-    """Address of a proxy to the shared server that demands the token."""
-
-    class Proxy(BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            open_to_all = self.path in ("/health/", "/live/")
-            if open_to_all or self.headers.get("Authorization") == f"Bearer {TOKEN}":
-                json_only = {"content-type": "application/json"}
-                url = f"{server.process.base_url}{self.path}"
-                answer = server.http.request(self.command, url, content=body, headers=json_only)
-                status, content = answer.status_code, answer.content
-            else:
-                status, content = 401, b"{}"
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_GET = do_POST = forward
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever, args=(0.05,))
-        thread.start()
-        yield f"http://127.0.0.1:{proxy.server_port}"
-        proxy.shutdown()
-        thread.join()
-
-
-@pytest.mark.req("SRV-06")
-def test_token_is_missing_wrong_or_right(
-    doctor: Doctor, guarded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = doctor.config(guarded)
-    missing = doctor.run(config, exit_code=1)
-    assert "the learner has none" in missing["servers"]["found"]
-    assert missing["media"]["found"] == "waits for servers"
-    monkeypatch.setenv(TOKEN_VARIABLE, "battery-staple")
-    wrong = doctor.run(config, exit_code=1)
-    assert f"refuses the token of {TOKEN_VARIABLE}" in wrong["servers"]["found"]
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    right = doctor.run(config, exit_code=0)
-    assert (right["token"]["found"], right["media"]["status"]) == ("accepted", "ok")

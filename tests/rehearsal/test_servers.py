@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
-from learner.operate.estimate.sizes import read_sizes
+from learner.models.load import on_meta
 from learner.rollout.colocate import place, server_settings
 from learner.rollout.server_process import free_ports
 from learner.training.checkpoint_checks import context_of_run
@@ -78,7 +78,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = load_mapping(FIRST)
     for model in made.values():
         config = parse_config(merge(base, {"model": {"model": str(model)}}))
-        shapes = read_sizes(config).shapes
+        shapes = {name: tuple(w.shape) for name, w in on_meta(config).named_parameters()}
         write_sparse_weights(model / "model.safetensors", shapes)
     return made
 

@@ -1,6 +1,6 @@
 """What a GPU would be waited for, counted without one.
 
-Tensors of the device are fake, those of the host are real, as in `learner.operate.estimate`.
+Tensors of the device are fake, those of the host are real, as in `tests.unit.fake_step`.
 """
 
 import traceback
@@ -19,7 +19,7 @@ from learner.models.packs import IMAGE, Pack
 from learner.models.patches import PackedPatches
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.numerics import as_on_cuda
-from learner.operate.estimate.fake import HostValues
+from tests.unit.fake_step import HostValues
 
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
@@ -69,7 +69,7 @@ def _asking() -> str:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name == "_engine_run_backward":
             return "backward"
-        if "/torch/" not in file and not file.endswith(("device_waits.py", "estimate/fake.py")):
+        if "/torch/" not in file and not file.endswith(("device_waits.py", "fake_step.py")):
             return name
     raise AssertionError("no function outside of torch")
 
@@ -104,7 +104,7 @@ def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
 
 @contextmanager
 def counting_waits(pack: Pack) -> Iterator[tuple[FakeTensorMode, Waits]]:
-    """Within the block floats are fake; see `learner.operate.estimate.fake.faked`."""
+    """Within the block floats are fake; see `tests.unit.fake_step.faked`."""
     mode, waits = FakeTensorMode(allow_non_fake_inputs=True), Waits(pack.mm_token_types == IMAGE)
     with mode, waits, as_on_cuda():
         yield mode, waits

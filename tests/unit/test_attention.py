@@ -27,11 +27,10 @@ from learner.models.load import LoadedModel
 from learner.models.packed_forward import packed_forward
 from learner.models.packing_check import check_packing
 from learner.objectives.numerics import as_on_cuda
-from learner.operate.estimate.fake import put_on_fakes
-from learner.operate.estimate.step import meta_model
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.device_waits import Waits, counting_waits, on_device
+from tests.unit.fake_step import put_on_fakes, step_model
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
@@ -232,7 +231,7 @@ def test_a_gpu_is_waited_for_as_often_whatever_the_depth(
         config = parse_config(
             merge(small_mapping(checkpoint, toy_data, tmp_path / "run"), {"model": model})
         )
-        loaded = meta_model(config)
+        loaded = step_model(config)
         pack = ToyLearner(loaded).pack(samples)
         assert pack.image_grid_thw is not None
         assert len(pack.image_grid_thw) > 2

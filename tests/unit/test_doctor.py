@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.weights import CommunicatorReady
-from tests.unit.findings import by_check, worst
-from tests.unit.scripted_server import envelope
+from tests.unit.findings import by_check
+from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config, small_mapping
 
@@ -56,32 +57,6 @@ def finding_of(run: Callable[[], str]) -> Finding:
 
 def input_findings(config: Config) -> list[Finding]:
     return [finding for check in InputChecks(config).checks() for finding in run_check(check)]
-
-
-def test_valid_files_are_counted(config: Config) -> None:
-    findings = input_findings(config)
-    assert worst(findings) == "ok"
-    found = by_check(findings)
-    assert found["data"].found == "24 samples to train on, 4 to validate on"
-    assert found["step"].found == "3 steps"
-
-
-def test_broken_image_is_named_and_the_other_checks_run(
-    config: Config, toy_data: ToyData, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no image")
-    line = json.loads(toy_data.train_jsonl.read_text().splitlines()[0])
-    data = tmp_path / "train.jsonl"
-    data.write_text((json.dumps({**line, "images": [str(broken)]}) + "\n") * 4)
-    own = config.data.model_copy(update={"train_jsonl": data})
-    findings = input_findings(config.model_copy(update={"data": own}))
-    wrong = [f for f in findings if f.status != "ok"]
-    assert [(f.check, f.status, f.about) for f in wrong] == [
-        *(("data", "fail", f"{data}:{line}") for line in range(1, 5)),
-        ("step", "skipped", ""),
-    ]
-    assert "no image of a known format" in wrong[0].found
 
 
 def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
@@ -189,6 +164,17 @@ def test_weights_travel_alike_on_both_sides() -> None:
     servers.check_transport(URL, info_of(), "gloo")
     with pytest.raises(ContractError, match="over gloo, the learner's over nccl"):
         servers.check_transport(URL, info_of(), "nccl")
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected: bool) -> None:
+    with scripted_server() as server:
+        if protected:
+            server.routes["GET /info/"] = lambda _: problem("unauthorized", "no token", "header")
+        servers.check_token(server.base_url, given=False)
+        with nullcontext() if protected else pytest.raises(Caution, match="without one"):
+            servers.check_token(server.base_url, given=True)
 
 
 @pytest.mark.req("RES-16")

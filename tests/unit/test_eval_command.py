@@ -29,7 +29,6 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.operate.eval_plan import plan_evaluation
-from learner.runs.atomic_files import require_free
 from learner.runs.resume import BEGINNING, find_start
 from learner.runs.rollout_log import LoggedAnswer
 from shared_contracts.errors import ContractError, ContractErrors, RunError
@@ -160,19 +159,6 @@ def test_bad_data_folder_and_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ContractError, match="without torchrun"):
         plan_evaluation(config)
-
-
-@pytest.mark.req("CFG-05")
-def test_detection_settings_without_an_evaluation_are_refused(mapping: dict[str, Any]) -> None:
-    detection = {"enabled": True, "save_answers": True}
-    sections = {"rollout_matching": {"eval_detection": detection}}
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(merge(mapping, sections))
-    where = "rollout_matching.eval_detection.enabled"
-    assert where in [error.where for error in caught.value.errors]
-    evaluates = {"training": {"eval_strategy": "steps", "eval_steps": 1}}
-    parsed = parse_config(merge(merge(mapping, evaluates), sections))
-    assert parsed.rollout_matching.eval_detection.save_answers
 
 
 # The adapter of the first step already changes the answers.
@@ -363,29 +349,6 @@ def test_predictions_are_results_for_the_converted_data_file(
     assert own["categories"][:-1] == truth.dataset["categories"]
     assert own["categories"][-1]["name"] == "a cow"
     assert [image["id"] for image in own["images"]] == [i["id"] for i in truth.dataset["images"]]
-
-
-def test_folder_is_complete_or_absent(
-    found: list[ScoredAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_evaluation(out, scored(found, tmp_path), {"checkpoint": object()})
-    assert not out.exists()
-    require_free(out)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").touch()
-    with pytest.raises(ContractError, match="not an empty directory"):
-        write_evaluation(tmp_path / "taken", scored(found, tmp_path), {})
-
-
-@pytest.mark.parametrize("text", [None, "{}\n", "no JSON\n"])
-def test_other_file_is_refused(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / ANSWERS).write_text(text)
-    with pytest.raises(ContractError, match="is no gt_vs_pred") as caught:
-        read_answers(tmp_path)
-    assert caught.value.where == str(tmp_path / ANSWERS)
 
 
 def finished(

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.init import Asked, Lengths, Writer, choose, init
+from learner.operate.init import InitOptions, Lengths, Writer, choose, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.checkpoint_checks import coordinate_ids
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
-from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.stock_checkpoints import make_stock
 
@@ -43,13 +41,15 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_stock(tmp_path_factory.mktemp("stock") / "model", tie=True)
 
 
-def init_options(model: Path, scenes: ToyData, out: Path, **options: Any) -> Asked:
+def init_options(model: Path, scenes: ToyData, out: Path, **options: Any) -> InitOptions:
     """On the CPU, with a file to evaluate on, unless the options differ."""
-    of_cpu = Asked(model, scenes.train_jsonl, scenes.val_jsonl, out, gpu=None, gpus=0, lora=False)
+    of_cpu = InitOptions(
+        model, scenes.train_jsonl, scenes.val_jsonl, out, gpu=None, gpus=0, lora=False
+    )
     return replace(of_cpu, **options)
 
 
-def start(given: Asked) -> str:
+def start(given: InitOptions) -> str:
     """The text that `init` prints."""
     shown = io.StringIO()
     init(given, Console(file=shown, width=400))
@@ -190,7 +190,7 @@ class Counted:
     served: float | None = None
     moments: float = 0.5
 
-    def __call__(self, config: Config, _: Sequence[Sample], gpu: Gpu, processes: int) -> Estimate:
+    def __call__(self, config: Config, gpu: Gpu, processes: int, **_: Any) -> Estimate:
         share = (0.1 if config.tuner.train_type == "lora" else 1) / processes
         states = self.states * GIB * share
         costs = {
@@ -244,12 +244,12 @@ def test_smallest_change_that_fits_is_chosen(
         assert "GiB" in caught.value.found
         return
     found = choose(writer, [], lengths, console, count)
-    assert str(found.shape).startswith(chosen)
+    assert str(found).startswith(chosen)
     config = writer.config(found, lengths)
-    assert (config.training.data_parallel == "fsdp2") == (found.shape.learner_gpus > 1)
+    assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
     assert (config.rollout_matching.backend == "colocate") == (gpus == 1)
     assert config.tuner.train_type == ("lora" if chosen.startswith("LoRA") else "full")
-    assert not list(count(config, [], gpu, found.shape.learner_gpus).refusals())
+    assert not list(count(config, gpu, found.learner_gpus).refusals())
 
 
 @pytest.mark.req("ROLL-03")

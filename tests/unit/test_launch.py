@@ -15,13 +15,9 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.operate import launch_plan
 from learner.operate.launch_plan import (
-    Asked,
-    Checked,
-    LaunchPlan,
-    Listen,
+    LaunchOptions,
     Split,
     addresses_here,
-    check_launch,
     plan_launch,
     split_devices,
 )
@@ -32,7 +28,7 @@ from rollout_server.settings.options import load_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.unit.scripted_server import scripted_server
 from tests.unit.small_run import small_mapping
 
@@ -40,6 +36,7 @@ pytestmark = pytest.mark.req("DEP-02")
 
 SERVERS = "rollout_matching.vllm.server.servers"
 LOOPBACK = "127.0.0.1"
+FILE = Path("run.yaml")
 
 
 @contextmanager
@@ -52,8 +49,8 @@ def refused() -> Iterator[list[tuple[str, str]]]:
     faults += [(error.where, error.found) for error in caught.value.errors]
 
 
-def gpus(*servers: str, train: str | None = "3", processes: int | None = None) -> Asked:
-    return Asked("gpu", servers, train, processes)
+def gpus(*servers: str, train: str | None = "3", processes: int | None = None) -> LaunchOptions:
+    return LaunchOptions("gpu", servers, train, processes)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +58,22 @@ def gpus(*servers: str, train: str | None = "3", processes: int | None = None) -
     [
         (gpus("0,1", train="2,3"), 1, 2, Split(((0, 1),), (2, 3), 2)),
         (gpus("2", "0,1"), 2, 1, Split(((2,), (0, 1)), (3,), 1)),
-        (Asked("cpu"), 2, 1, Split(((), ()), (), 1)),
-        (Asked("cpu", train_processes=3), 1, 4, Split(((),), (), 3)),
+        (LaunchOptions("cpu"), 2, 1, Split(((), ()), (), 1)),
+        (LaunchOptions("cpu", train_processes=3), 1, 4, Split(((),), (), 3)),
     ],
     ids=["one server", "servers in the order of the config", "cpu", "cpu processes"],
 )
 def test_gpus_are_split_between_servers_and_learner(
-    options: Asked, servers: int, size: int, split: Split
+    options: LaunchOptions, servers: int, size: int, split: Split
 ) -> None:
     assert split_devices(options, servers, size, range(4)) == split
-    assert split.on_gpus == (options.device == "gpu")
 
 
 @pytest.mark.parametrize(
     ("options", "servers", "size", "faults"),
     [
         (gpus("0,1", "1,2"), 2, 1, [("--server-gpus", "GPU 1 is named more than once")]),
-        (gpus("0,3"), 1, 1, [("--server-gpus", "GPU 3 is named more than once")]),
+        (gpus("0,3"), 1, 1, [("--train-gpus", "GPU 3 is named more than once")]),
         (gpus("0"), 3, 1, [("--server-gpus", "for 3 server(s)")]),
         (gpus("0", train="4"), 1, 1, [("--train-gpus", "no GPU 4 here")]),
         (
@@ -85,25 +81,25 @@ def test_gpus_are_split_between_servers_and_learner(
             3,
             4,
             [
-                ("--train-processes", "0, and"),
+                ("--train-processes", "0"),
                 ("--server-gpus", "given 2 times"),
-                ("--train-gpus", "not given"),
                 ("--server-gpus", "'-1' is no list"),
                 ("--server-gpus", "2 GPUs (1,1) do not split"),
                 ("--server-gpus", "GPU 1 is named more than once"),
+                ("--train-gpus", "'' is no list"),
             ],
         ),
         (
-            Asked("cpu", ("0",), "1", 0),
+            LaunchOptions("cpu", ("0",), "1", 0),
             1,
             1,
             [("--server-gpus", "cpu"), ("--train-gpus", "cpu"), ("--train-processes", "0")],
         ),
-        (Asked("tpu"), 1, 1, [("--device", "'tpu'")]),
+        (LaunchOptions("tpu"), 1, 1, [("--device", "tpu")]),
     ],
 )
 def test_all_faults_of_a_split_are_reported_together(
-    options: Asked, servers: int, size: int, faults: list[tuple[str, str]]
+    options: LaunchOptions, servers: int, size: int, faults: list[tuple[str, str]]
 ) -> None:
     with refused() as found:
         split_devices(options, servers, size, [0, 1, 2, 3])
@@ -122,37 +118,20 @@ def at(*base_urls: str, ports: list[int] | None = None) -> list[ServerAddress]:
 @pytest.mark.parametrize(
     ("url", "part"),
     [
-        ("http://192.0.2.7:8000", "another host"),
-        ("http://no-such-host.invalid:8000", "no known host"),
-        ("https://127.0.0.1:8000", "plain http"),
-        ("http://127.0.0.1:8000/prefix", "without a path"),
+        ("http://192.0.2.7:8000", "Cannot assign requested address"),
+        ("http://no-such-host.invalid:8000", "cannot be listened at"),
+        ("https://127.0.0.1:8000", "no plain http"),
+        ("http://127.0.0.1:8000/prefix", "has a path"),
     ],
 )
 def test_server_on_another_host_is_refused(url: str, part: str) -> None:
     with pytest.raises(ContractErrors) as caught:
-        addresses_here(at(url), {})
+        addresses_here(at(url))
     (error,) = caught.value.errors
     assert error.where == f"{SERVERS}[0].base_url"
     assert part in error.found
     assert "deploy/train_stage2.sh" in error.do
     assert "rollout-server serve" in error.do
-
-
-def test_public_address_needs_a_token(tmp_path: Path) -> None:
-    first, second = free_ports(2)
-    servers = at(f"http://0.0.0.0:{first}", f"http://0.0.0.0:{second}")
-    file = tmp_path / "token"
-    given = {TOKEN_FILE_VARIABLE: str(file)}
-    with refused() as found:
-        addresses_here(servers, {})
-    assert {where for where, _ in found} == {TOKEN_VARIABLE}
-    assert addresses_here(servers, {TOKEN_VARIABLE: "secret"})[0].host == "0.0.0.0"
-    with refused() as found:
-        addresses_here(servers, given)
-    assert [where for where, _ in found] == [TOKEN_FILE_VARIABLE], "once"
-    assert "cannot be read" in found[0][1]
-    file.write_text("secret\n")
-    assert [listen.host for listen in addresses_here(servers, given)] == ["0.0.0.0"] * 2
 
 
 def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,25 +142,22 @@ def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPa
     assert server.calls == []
     (error,) = caught.value.errors
     assert "cannot be listened at (Address already in use)" in error.found
-    assert "If it is a rollout server that you want to use" in error.do
+    assert "For servers that run already" in error.do
 
 
 def test_port_has_one_use_on_all_addresses() -> None:
     first, second, group = free_ports(3)
-    token = {TOKEN_VARIABLE: "secret"}
-    for hosts in (("0.0.0.0", LOOPBACK), (LOOPBACK, "0.0.0.0"), (LOOPBACK, "localhost")):
-        same = [f"http://{host}:{first}" for host in hosts]
-        urls = [same[0], f"http://{hosts[1]}:{second}"]
-        for servers, key in (
-            (at(*same), "base_url"),
-            (at(*urls, ports=[group, group]), "group_port"),
-            (at(*urls, ports=[group, first]), "group_port"),
-        ):
-            with refused() as found:
-                addresses_here(servers, token)
-            assert [where for where, _ in found] == [f"{SERVERS}[1].{key}"]
+    urls = [f"http://0.0.0.0:{first}", f"http://{LOOPBACK}:{second}"]
+    for servers, key in (
+        (at(urls[0], f"http://localhost:{first}"), "base_url"),
+        (at(*urls, ports=[group, group]), "group_port"),
+        (at(*urls, ports=[group, first]), "group_port"),
+    ):
+        with refused() as found:
+            addresses_here(servers)
+        assert [where for where, _ in found] == [f"{SERVERS}[1].{key}"]
     own = [f"http://127.0.0.{last}:{first}" for last in (1, 2)]
-    assert len(addresses_here(at(*own, ports=[group, group]), token)) == 2
+    assert len(addresses_here(at(*own, ports=[group, group]))) == 2
 
 
 @pytest.fixture
@@ -204,7 +180,7 @@ def config_of(checkpoint: Path, toy: ToyData, folder: Path, **sections: Any) -> 
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda _: [0, 1, 2, 3])
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda _: [0, 1, 2, 3, 4])
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -221,7 +197,7 @@ def test_faults_of_every_kind_are_reported_together(
         socket.create_server((LOOPBACK, taken[1])),
         refused() as found,
     ):
-        check_launch(config, gpus("0", "0,1"), own)
+        plan_launch(FILE, config, gpus("0", "0,1", train="2"), own)
     assert [where for where, _ in found] == [
         "--server-config",
         "--server-gpus",
@@ -233,8 +209,9 @@ def test_faults_of_every_kind_are_reported_together(
     assert "gpus, port" in found[0][1]
     assert not (tmp_path / "out").exists()
     with refused() as found:
-        check_launch(config, gpus("0", "0,1"), {"token_file": "/run/token"})
-    assert ("--server-config", "it has token_file, which the learner does not read") in found
+        plan_launch(FILE, config, gpus("0", "1"), {"token_file": "/run/token"})
+    assert found[0][0] == "--server-config"
+    assert "it has token_file" in found[0][1]
 
 
 def config_port(config: Config, index: int, key: str = "base_url") -> int:
@@ -260,25 +237,17 @@ def test_run_that_cannot_be_launched_is_refused(
 ) -> None:
     config = config_of(toy_checkpoint, toy_data, tmp_path, **sections)
     with refused() as found:
-        check_launch(config, Asked("cpu", train_processes=4), {})
+        plan_launch(FILE, config, LaunchOptions("cpu", train_processes=4), {})
     assert [place for place, _ in found] == [where]
 
 
-def plan_of(config: Config, split: Split, own: dict[str, Any], **environment: str) -> LaunchPlan:
-    listen = [
-        Listen(f"http://localhost:{config_port(config, i)}", LOOPBACK, config_port(config, i))
-        for i in range(2)
-    ]
-    checked = Checked(split, listen, check_inputs(config), own)
-    return plan_launch(Path("run.yaml"), config, checked, environment)
-
-
 @pytest.mark.req("CFG-09", "FULL-06", "WIRE-04")
+@pytest.mark.usefixtures("four_gpus")
 def test_servers_get_config_gpus_and_image_folders(
     config: Config, toy_data: ToyData, tmp_path: Path
 ) -> None:
     own = {"tensor_parallel_size": 2, "allowed_media_dirs": [str(tmp_path)], "grace_seconds": 90}
-    plan = plan_of(config, Split(((2, 0), (1, 4)), (3,), 1), own)
+    plan = plan_launch(FILE, config, gpus("2,0", "1,4", train="3"), own)
     plan.write_files()
     for server, ids in zip(plan.servers, [(2, 0), (1, 4)], strict=True):
         given = dict(zip(server.options[::2], server.options[1::2], strict=True))
@@ -293,7 +262,7 @@ def test_servers_get_config_gpus_and_image_folders(
         assert set(settings.allowed_media_dirs) == {tmp_path, images / "train", images / "val"}
     assert [server.log.name for server in plan.servers] == ["server-0.log", "server-1.log"]
     assert plan.servers[0].log.parent == config.training.output_dir / "logs"
-    assert str(plan.servers[0]) == f"http://localhost:{config_port(config, 0)} on GPU 2,0"
+    assert str(plan.servers[0]) == f"http://{LOOPBACK}:{config_port(config, 0)} on GPU 2,0"
     assert check_inputs(config).start.step == 0, "the run folder still counts as unused"
 
 
@@ -317,9 +286,10 @@ def test_server_is_killed_only_after_its_grace(
     assert server.code() == code
 
 
+@pytest.mark.usefixtures("four_gpus")
 def test_learner_and_servers_see_their_own_gpus(config: Config) -> None:
     around = {CUDA_VISIBLE: "0,1,2,3", TOKEN_VARIABLE: "secret", "WORLD_SIZE": "7", "RANK": "1"}
-    plan = plan_of(config, Split(((0,), (1,)), (2, 3), 2), {}, **around)
+    plan = plan_launch(FILE, config, gpus("0", "1", train="2,3"), {}, around)
     assert plan.learner_environment[CUDA_VISIBLE] == "2,3"
     assert CUDA_VISIBLE not in plan.server_environment, "their options have the ids"
     for environment in (plan.learner_environment, plan.server_environment):
@@ -327,10 +297,7 @@ def test_learner_and_servers_see_their_own_gpus(config: Config) -> None:
         assert not {"WORLD_SIZE", "RANK"} & environment.keys()
     assert plan.processes == 2
     program, *words = plan.learner
-    assert (Path(program).name, words) == (
-        "learner",
-        ["train", "--config", str(Path("run.yaml").absolute())],
-    )
-    plan = plan_of(config, Split(((), ()), (), 1), {}, **{CUDA_VISIBLE: "0"})
+    assert (Path(program).name, words) == ("learner", ["train", "--config", str(FILE.absolute())])
+    plan = plan_launch(FILE, config, LaunchOptions("cpu"), {}, {CUDA_VISIBLE: "0"})
     assert plan.learner_environment[CUDA_VISIBLE] == ""
     assert str(plan.servers[1]).endswith("on the CPU")

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -179,33 +178,6 @@ def test_training_takes_a_file_and_no_hyperparameters() -> None:
 
 
 # --- Data and model ---------------------------------------------------------------------
-
-
-@pytest.mark.req("DATA-01")
-@pytest.mark.parametrize(
-    ("line", "change", "found"),
-    [
-        (25, lambda lines: lines.append("{not json"), "not JSON"),
-        (2, lambda lines: lines[1].update(images=["gone.png"]), "gone.png"),
-        (3, lambda lines: lines[2]["objects"][0].update(desc="a <|im_end|> sign"), "<|im_end|>"),
-    ],
-    ids=["no JSON", "no image", "a word that ends the answer"],
-)
-def test_a_bad_line_is_refused_by_file_and_number(
-    run: Run, toy_data: ToyData, line: int, change: Callable[[list[Any]], None], found: str
-) -> None:
-    lines = [json.loads(text) for text in toy_data.train_jsonl.read_text().splitlines()]
-    for record in lines:
-        record["images"] = [str(toy_data.train_jsonl.parent / name) for name in record["images"]]
-    change(lines)
-    path = run.folder / "train.jsonl"
-    path.write_text(
-        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
-    )
-    run.set(data__train_jsonl=str(path))
-    error = run.error()
-    assert error.where == f"{path}:{line}"
-    assert found in error.found
 
 
 def without_tokens(checkpoint: Path, folder: Path, *tokens: str) -> Path:

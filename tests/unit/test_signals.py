@@ -25,14 +25,14 @@ run_program(app)
 """
 LAUNCH = """
 import signal
-from learner.operate.launch import StopAsked, StopSignals
+from learner.operate.launch import StopRequested, StopSignals
 
 for number in (signal.SIGINT, signal.SIGTERM):
     with StopSignals() as asked:
         try:
             signal.raise_signal(number)
             asked.check()
-        except StopAsked as stop:
+        except StopRequested as stop:
             print(stop)
 """
 SERVER = """

@@ -4,8 +4,6 @@ Each profile with the widths of the 4B model and 2 layers, on fake tensors. L: t
 V: the vocabulary.
 """
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,11 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack, make_pack
-from learner.operate.estimate.step import (
-    StepCost,
-    longest_pack,
-    meta_model,
-    pack_costs,
-    recipe_of,
-)
+from learner.operate.estimate.step import longest_pack, recipe_of
 from learner.stages.formats.coord_json import serialize_objects
 from learner.training.recipes import Recipe
 from learner.types import Channel, Sample
+from tests.unit.fake_step import FakeStep, fake_steps, step_model
 from tests.unit.full_size_models import (
     CHUNK,
     VOCABULARY,
@@ -38,7 +31,10 @@ from tests.unit.small_run import rollout
 pytestmark = [pytest.mark.slow, pytest.mark.req("FULL-01", "FULL-02")]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PROFILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")
+# One of each recipe and way of training; the other profiles have the same steps.
+NAMES = ("prod/default", "prod/clean_prefix", "gpu/4b_lora", "gpu/4b_full_fsdp2")
+PROFILES = [CONFIGS / "stage2_two_channel" / f"{name}.yaml" for name in NAMES]
+PROFILES.append(CONFIGS / "stage2_rollout_aligned" / "prod" / "default.yaml")
 WIDTH = WIDTHS["4b"]
 
 
@@ -56,44 +52,15 @@ def profile(path: Path, model: Path, /, **changes: Any) -> Config:
     return parse_config(merge(merge(load_mapping(path), {"model": {"model": str(model)}}), changes))
 
 
-Counted = Callable[[Config, Channel], StepCost]
-
-
-@pytest.fixture(scope="module")
-def counted(samples: list[Sample]) -> Counted:
-    """`cost_of` of `samples`. Profiles whose steps are the same share a count."""
-    known: dict[str, StepCost] = {}
-
-    def of(config: Config, channel: Channel) -> StepCost:
-        step = {
-            "channel": channel,
-            "model": config.model.model_dump(mode="json"),
-            "template": config.template.model_dump(mode="json"),
-            "tuner": config.tuner.model_dump(mode="json"),
-            "custom": config.custom.model_dump(mode="json"),
-            "stage2_ab": config.stage2_ab
-            and config.stage2_ab.model_dump(mode="json", exclude={"schedule"}),
-            "pipeline": config.pipeline.model_dump(mode="json"),
-            "training": (config.training.packing, config.training.data_parallel),
-            "length": config.global_max_length,
-        }
-        key = json.dumps(step, sort_keys=True)
-        if key not in known:
-            known[key] = cost_of(config, channel, samples)
-        return known[key]
-
-    return of
-
-
-def cost_of(config: Config, channel: Channel, samples: list[Sample]) -> StepCost:
-    loaded = meta_model(config)
+def cost_of(config: Config, channel: Channel, samples: list[Sample]) -> FakeStep:
+    loaded = step_model(config)
     recipe = recipe_of(config, loaded)
     if channel == "A":
         pack, _ = longest_pack(config, recipe, samples)
     else:
         pack = corrected(config, loaded, recipe, samples)
     processes = 2 if config.training.data_parallel == "fsdp2" else 1
-    return pack_costs(config, loaded, recipe, pack, 1, [channel], processes)[channel]
+    return fake_steps(config, loaded, recipe, pack, [channel], processes)[channel]
 
 
 def corrected(config: Config, loaded: LoadedModel, recipe: Recipe, samples: list[Sample]) -> Pack:
@@ -115,11 +82,11 @@ def corrected(config: Config, loaded: LoadedModel, recipe: Recipe, samples: list
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
-    path: Path, model: Path, counted: Counted
+    path: Path, model: Path, samples: list[Sample]
 ) -> None:
     config = profile(path, model)
     for channel in _channels(config):
-        cost = counted(config, channel)
+        cost = cost_of(config, channel, samples)
         assert cost.tokens > CHUNK
         assert any(cost.tokens in shape for shape in cost.shapes)
         assert any(shape[-1] == VOCABULARY and shape[-2] > 1 for shape in cost.shapes if shape[1:])
@@ -137,7 +104,15 @@ def test_answers_that_repeat_an_object_have_departures_with_a_clean_prefix(
     model: Path, samples: list[Sample]
 ) -> None:
     config = profile(CONFIGS / "stage2_two_channel" / "prod" / "clean_prefix.yaml", model)
-    loaded = meta_model(config)
+    loaded = step_model(config)
     recipe = recipe_of(config, loaded)
     pack = corrected(config, loaded, recipe, samples)
     assert recipe.objective.select(pack.supervision, "B").totals.departures == len(samples)
+
+
+def test_a_mask_of_sdpa_is_found(model: Path, samples: list[Sample]) -> None:
+    own = {"model": str(model), "attn_implementation": "sdpa"}
+    config = profile(CONFIGS / "stage2_two_channel" / "gpu" / "4b_lora.yaml", model, model=own)
+    cost = cost_of(config, "A", samples)
+    found = {shape[-2:] for shape in large(cost.shapes, cost.tokens, WIDTH)}
+    assert found == {(cost.tokens, cost.tokens)}

@@ -21,9 +21,10 @@ from learner.models.packing_check import check_packing
 from learner.models.packs import make_pack
 from learner.models.prompts import encode_request
 from learner.models.toy import ToyFamily, make_model
-from learner.operate.estimate.step import longest_pack, meta_model, recipe_of, step_cost
+from learner.operate.estimate.step import longest_pack, recipe_of, step_costs
 from learner.types import Sample
 from shared_contracts.errors import ContractError
+from tests.unit.fake_step import fake_steps, step_model
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
@@ -153,11 +154,13 @@ def test_a_pack_is_as_much_as_its_operations(
     checkpoint: Path, toy_data: ToyData, tmp_path: Path, samples: list[Sample]
 ) -> None:
     config = parse_config(small_mapping(checkpoint, toy_data, tmp_path / "run"))
-    loaded = meta_model(config)
+    loaded = step_model(config)
     recipe = recipe_of(config, loaded)
     pack, _ = longest_pack(config, recipe, samples)
-    counted = step_cost(config, samples, "A").flops
+    found = step_costs(config, loaded, samples)["A"]
+    counted = fake_steps(config, loaded, recipe, pack, ["A"])["A"].flops
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)
+    assert found.flops == pytest.approx(counted, rel=0.02)
 
 
 # --- checkpoints

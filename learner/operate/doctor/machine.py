@@ -16,8 +16,7 @@ from pathlib import Path
 
 from learner.config.schema import Config
 from learner.config.trackers import logins_missing
-from learner.operate.estimate.sizes import USABLE, gib
-from learner.operate.estimate.step import step_cost
+from learner.operate.estimate.step import USABLE, gib, meta_model, step_costs
 from learner.training.checks import Caution, Check, require
 from learner.training.input_checks import InputChecks
 from learner.training.server_checks import spread
@@ -71,9 +70,9 @@ class MachineChecks:
         read, visible = require(self._inputs.read, "data"), require(self.visible, "gpus")
         processes = require(self._inputs.processes, "processes")
         samples = max(1, self._config.training.effective_batch_size // processes)
-        device = "cuda" if visible else "cpu"
         chosen = spread(read.readable, samples)
-        needed = step_cost(self._config, chosen, "A", processes=processes, device=device)
+        costs = step_costs(self._config, meta_model(self._config), chosen, processes)
+        needed = max(costs.values(), key=lambda cost: cost.total)
         there = self._memory(visible)
         if there is None:
             return f"{needed}; the memory of this machine is unknown"
@@ -81,8 +80,9 @@ class MachineChecks:
         room = there * USABLE
         if needed.total <= room:
             return found
-        problem = ContractError(device, found, needed.remedy(self._config, room))
-        raise problem if needed.states > there else Caution([problem])
+        where = "GPU" if visible else "CPU"
+        problem = ContractError(where, found, needed.remedy(self._config, room))
+        raise problem if needed.total - needed.working > there else Caution([problem])
 
     def _memory(self, visible: Sequence[int]) -> float | None:
         """Bytes for one learner process; None where they are unknown."""

@@ -14,7 +14,7 @@ from learner.config.schema import Config
 from learner.operate.doctor.findings import Finding, failed, run_check
 from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
-from learner.operate.doctor.weights import push_checkpoint, require_servers, weight_checks
+from learner.operate.doctor.weights import push_checkpoint, weight_checks
 from learner.training.checks import Caution, Check, Waiting, require
 from learner.training.input_checks import InputChecks, generates
 from learner.training.server_checks import ServerChecks
@@ -28,8 +28,11 @@ def examine(config: Config, *, push: bool = False) -> Iterator[Finding]:
 
     Raises ContractError for a push without servers.
     """
-    if push:
-        require_servers(config)
+    backend = config.rollout_matching.backend
+    if push and backend != "server":
+        found = f"the backend is {backend}, and --push needs servers"
+        do = "Set it to server and name them in rollout_matching.vllm.server.servers"
+        raise ContractError("rollout_matching.vllm.mode", found, do)
     disable_progress_bar()
     findings: list[Finding] = []
     for check in _checks(config, findings, push):

@@ -81,17 +81,6 @@ def _stored(folder: Path, names: re.Pattern[str], rows: slice) -> Iterator[Tenso
         yield from held
 
 
-def require_servers(config: Config) -> None:
-    """Raise ContractError if the config names no server to push to."""
-    backend = config.rollout_matching.backend
-    if backend != "server":
-        raise ContractError(
-            "rollout_matching.vllm.mode",
-            f"the backend is {backend}, and --push needs servers",
-            "Set it to server and name them in rollout_matching.vllm.server.servers",
-        )
-
-
 def push_checkpoint(config: Config, clients: Sequence[RolloutClient]) -> str:
     """Push `model.model` to every server and compare log-probabilities of answers (SYNC-06).
 
@@ -105,7 +94,7 @@ def push_checkpoint(config: Config, clients: Sequence[RolloutClient]) -> str:
     proof, mode = ProofOfEffect(loaded, "full"), SyncMode(MergedWeights(loaded.model), None, False)
     transport, reports = transport_of(config), []
     server = config.rollout_matching.vllm.server
-    assert server is not None, "checked by require_servers"
+    assert server is not None, "checked by examine"
     for client, address in zip(clients, server.servers, strict=True):
         with suppress(*SERVER_ERRORS):
             client.infer(probe_call())

@@ -1,160 +1,142 @@
-"""The cost of a run's own step on one learner GPU: its packs, its recipe, its model, on fakes.
+"""The cost of a run's own step on one learner GPU, in closed form.
 
-    config, samples -> segments -> packs -> the longest one -> of each channel: forward, backward,
-    optimizer
+    config, samples -> segments -> packs -> the longest one -> StepCost of each channel
 
-Gradients and the optimizer's moments exist from the second pack and the second step on, so they
-are there before the forward that is measured.
+The factors below were fitted to a step on fake tensors (`tests/unit/fake_step.py`), to which tests
+hold them. FLOPs are those of `learner.models.flops`, by which `perf/mfu` counts.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
+from learner.models.flops import Arithmetic
 from learner.models.load import LoadedModel, on_meta, read_processor, tuned
-from learner.models.packs import IMAGE, Pack, make_pack
-from learner.models.patch_embedding import use_product
-from learner.models.precision import compute_in, sharded_policy
+from learner.models.packs import Pack, make_pack
 from learner.models.prompts import PromptEncoder
-from learner.operate.estimate.fake import (
-    Costs,
-    Work,
-    fake_processes,
-    faked,
-    put_on_fakes,
-    ring_bytes,
-)
-from learner.operate.estimate.sizes import gib
+from learner.models.self_context import SelfContext
+from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
 from learner.training.channels import Encoding
-from learner.training.input_checks import generates
 from learner.training.recipes import Recipe, recipe_class
-from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
+from shared_contracts.footprint import GIB
 
-Tensors = list[tuple[tuple[int, ...], str, int]]
+# Of a GPU, what the driver, kernels and a fragmented allocator leave.
+USABLE = 0.92
 
-# Where a learner and its colocated server do not fit on a GPU while the server works.
-OFFLOAD_REMEDY = (
-    "Set rollout_matching.offload.enabled with offload_optimizer or offload_model, or lower "
-    "rollout_matching.vllm.gpu_memory_utilization"
-)
+# Of a token or patch in a layer: residual stream, MLP, and heads (queries and keys).
+Widths = tuple[float, float, float]
+
+
+class Factors(NamedTuple):
+    """Bytes of a layer for each element of its widths, in bfloat16.
+
+    kept: from its forward to its backward. peak: of its backward, `kept` included. moved: by one
+    forward, in operations that memory bounds; a backward moves twice as much.
+    """
+
+    kept: Widths
+    peak: Widths
+    moved: Widths
+
+
+_ALL = Factors((27, 8, 10), (29, 12, 10), (125, 14, 90))
+_LORA = Factors((18, 8, 10), (29, 14, 10), (168, 38, 80))
+_VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
+# In the place of bfloat16: float32; and of `moved`: float32, and FSDP2, whose weights need no cast.
+_WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
+# Kept for an element of a patch by each merger, of a token by the final norm, and of a logit.
+_MERGER, _NORM, _LOGIT = 6.7, 12, 4
+# Moved for a logit; for an element of the head's weight, trained or frozen, by a chunk of logits.
+_LOGIT_MOVED, _HEAD_MOVED, _FROZEN_HEAD_MOVED = 220, 34, 4
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One learner process, in bytes.
+    """One learner process, in bytes and FLOPs.
 
-    tokens: of the pack that was measured. packs: of a step's samples of this process.
-    weights, gradients, moments: of the model as it is trained.
-    working: the most beside those three: activations, and what operations need for themselves.
-    largest: the tensors that were alive then, without weights, gradients and moments.
-    pack: the forward and backward of the pack, over all iterations. update: the optimizer, and
-    what is sent once in a step.
-    shapes: of every tensor that was made.
+    tokens: of the longest pack. packs: of a step's samples of this process.
+    working: the most beside weights, gradients and moments.
+    flops: of a pack, with what is recomputed. useful: without it, as `perf/mfu` counts.
+    moved: of a pack, by operations that memory bounds. sent: of a pack, to other processes.
     """
 
-    channel: Channel
     tokens: int
     packs: int
     weights: int
     gradients: int
     moments: int
     working: int
-    largest: Tensors
-    pack: Work
-    update: Work
-    shapes: frozenset[tuple[int, ...]]
-
-    @property
-    def flops(self) -> float:
-        """Of the pack."""
-        return self.pack.flops
-
-    @property
-    def states(self) -> int:
-        return self.weights + self.gradients + self.moments
+    flops: float
+    useful: float
+    moved: float
+    sent: float
 
     @property
     def total(self) -> int:
-        return self.states + self.working
-
-    def kept(self, offload: OffloadConfig) -> int:
-        """Bytes beside a colocated server that works: there are no gradients between steps."""
-        moved = (offload.offload_model, self.weights), (offload.offload_optimizer, self.moments)
-        return sum(size for away, size in moved if not (offload.enabled and away))
+        return self.weights + self.gradients + self.moments + self.working
 
     def remedy(self, config: Config, room: float) -> str:
-        """What makes it smaller, where `room` bytes are too few and the config has left a choice.
-
-        FSDP2 is refused beside LoRA and beside a learner that generates in its own process. Beside
-        a colocated server there is one process.
-        """
-        model, lora = config.model, config.tuner.train_type == "lora"
-        backend = config.rollout_matching.backend if generates(config) else "server"
-        choices = []
-        if self.states <= room:
-            if model.attn_implementation in ("eager", "sdpa"):
-                choices.append("set model.attn_implementation: auto")
-            if not model.gradient_checkpointing:
-                choices.append("set model.gradient_checkpointing: true")
-            if config.training.packing:
-                choices.append("lower global_max_length")
-        if backend == "colocate":
-            choices.append("use rollout_matching.vllm.mode: server with GPUs of its own")
-        if not lora and backend == "server":
-            choices.append("use training.data_parallel: fsdp2 over more processes")
-        if not lora:
-            choices.append("use tuner.train_type: lora")
-        elif self.states > room >= self.weights:
-            choices.append("lower tuner.lora_rank")
-        *others, last = [*choices, "use a device with more memory"]
-        found = f"{', '.join(others)}, or {last}" if others else last
-        return found[0].upper() + found[1:]
+        """What makes it smaller, where `room` bytes are too few."""
+        fits, lora = self.total - self.working <= room, config.tuner.train_type == "lora"
+        ways = [
+            ("model.gradient_checkpointing", fits and not config.model.gradient_checkpointing),
+            ("a lower global_max_length", fits and config.training.packing),
+            ("training.data_parallel: fsdp2 on more GPUs", not lora),
+            ("tuner.train_type: lora", not lora),
+            ("a device with more memory", True),
+        ]
+        return f"Use {', or '.join(way for way, is_open in ways if is_open)}"
 
     def __str__(self) -> str:
         return (
-            f"{gib(self.total)} for each process: {gib(self.states)} of weights, gradients and "
-            f"optimizer, {gib(self.working)} beside them for a pack of {self.tokens} tokens"
+            f"{gib(self.total)} for each process: {gib(self.total - self.working)} of weights, "
+            f"gradients and optimizer, {gib(self.working)} beside them for a pack of "
+            f"{self.tokens} tokens"
         )
 
 
-def meta_model(config: Config, model: PreTrainedModel | None = None) -> LoadedModel:
+def _dot(widths: Widths, factors: Widths) -> float:
+    return float(np.dot(widths, factors))
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.3g} GiB"
+
+
+def ring_bytes(whole: float, processes: int) -> float:
+    """Bytes that each process sends in an all-gather or a reduce-scatter of `whole` bytes.
+
+    An all-reduce is both, one after the other. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+    """
+    return whole * (processes - 1) / processes
+
+
+def meta_model(config: Config) -> LoadedModel:
     """The model that a run trains, on the meta device; its processor and tokenizer are real.
 
     Under LoRA the rows of the coordinate tokens count as trained unless the config says no.
 
-    model: of `on_meta`, which gets the run's tuner; by default a new one.
-
     Raises as `on_meta` and `tuned` do.
     """
-    model = on_meta(config) if model is None else model
-    processor = read_processor(config.model.model)
+    model, tuner = on_meta(config), config.tuner
+    processor, family = read_processor(config.model.model), family_of(model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
-    if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    family = family_of(model)
-    use_product(model, family.patch_embedding)
-    inner, rows = family.inner(model), list[int]()
-    tuner = config.tuner
+    rows = list[int]()
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
         rows = [] if tuner.train_coordinate_rows is False else vocab.ids
     with torch.device("meta"):
         trained = tuned(model, tuner, rows)
-    trained.train()
+    inner = family.inner(model)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, (), family)
 
 
@@ -177,123 +159,141 @@ def longest_pack(config: Config, recipe: Recipe, samples: Sequence[Sample]) -> t
     return max(packs, key=len), len(packs)
 
 
-def step_cost(
-    config: Config,
-    samples: Sequence[Sample],
-    channel: Channel,
-    processes: int = 1,
-    device: str = "cuda",
-) -> StepCost:
-    """The cost of a step of one channel, by a model of its own; arguments as of `step_costs`."""
-    loaded = meta_model(config)
-    recipe = recipe_of(config, loaded)
-    return step_costs(config, loaded, recipe, samples, [channel], processes, device)[channel]
-
-
 def step_costs(
-    config: Config,
-    loaded: LoadedModel,
-    recipe: Recipe,
-    samples: Sequence[Sample],
-    channels: Iterable[Channel],
-    processes: int = 1,
-    device: str = "cuda",
+    config: Config, loaded: LoadedModel, samples: Sequence[Sample], processes: int = 1
 ) -> dict[Channel, StepCost]:
-    """Run a step of each channel on fake tensors, in one of several processes.
+    """The cost of a step of each channel that the run has, for one of several processes.
 
-    loaded: of `meta_model`; it cannot be used afterwards. recipe: of it.
-    samples: of this process's step. device: `cpu` takes the way that a CPU takes.
+    loaded: of `meta_model`. samples: of this process's step.
     """
+    recipe = recipe_of(config, loaded)
     pack, packs = longest_pack(config, recipe, samples)
-    return pack_costs(config, loaded, recipe, pack, packs, channels, processes, device)
-
-
-def pack_costs(
-    config: Config,
-    loaded: LoadedModel,
-    recipe: Recipe,
-    pack: Pack,
-    packs: int,
-    channels: Iterable[Channel],
-    processes: int = 1,
-    device: str = "cuda",
-) -> dict[Channel, StepCost]:
-    """`step_costs` of a step whose longest pack is `pack`, one of `packs`."""
-    costs, found = Costs(), dict[Channel, StepCost]()
-    sharded = config.training.data_parallel == "fsdp2"
-    images = pack.mm_token_types == IMAGE
-    several = fake_processes(processes) if sharded else nullcontext()
-    with several, faked(costs, images, device) as mode:
-        model = loaded.model
-        put_on_fakes(model)
-        if sharded:
-            _shard(config, model, processes)
-        fakes = replace(pack, pixel_values=_on_fake(mode, pack.pixel_values))
-        optimizer = build_optimizer(model, config.training, loaded.family)
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        for weight in trained:
-            weight.grad = torch.zeros_like(weight)
-        optimizer.step()  # makes the moments
-        weights = sum(_bytes(weight) for weight in model.parameters())
-        gradients = sum(_bytes(weight) for weight in trained)
-        reduced = 0.0
-        if processes > 1 and not sharded:
-            reduced = 2 * ring_bytes(gradients, processes)  # DDP's all-reduce, once in a step
-            gradients *= 2  # DDP has them once more, in its buckets
-        moments = sum(
-            _bytes(value)
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.ndim
+    step = _Step(config, loaded, pack)
+    parts = processes if step.sharded else 1
+    trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts
+    found: dict[Channel, StepCost] = {}
+    for channel in sorted({recipe.channel(step) for step in range(1000)}):
+        rows = recipe.objective.select(pack.supervision, channel).head_rows
+        context = recipe.self_context(config) if channel == "A" else SelfContext()
+        found[channel] = StepCost(
+            tokens=len(pack),
+            packs=packs,
+            weights=sum(w.nbytes for w in step.parameters.values()) // parts,
+            gradients=4 * trained * (2 if processes > parts else 1),  # DDP has buckets of them
+            moments=8 * trained,
+            working=int(step.working(rows, context.recorded)),
+            flops=step.flops(rows, context),
+            useful=recipe.flops(loaded.model, pack, channel),
+            moved=step.moved(rows, context),
+            sent=ring_bytes(step.gathered(context), parts),
         )
-        compute_in(model, config.model.torch_dtype)
-        for channel in channels:
-            costs.begin()
-            recipe.loss(model, fakes, channel).total.backward()
-            of_pack, working, largest = costs.work(), costs.peak - costs.base, costs.largest
-            costs.begin()
-            optimizer.step()
-            of_update = costs.work()
-            found[channel] = StepCost(
-                channel=channel,
-                tokens=len(pack),
-                packs=packs,
-                weights=weights,
-                gradients=gradients,
-                moments=moments,
-                working=max(working, costs.peak - costs.base),
-                largest=largest,
-                pack=of_pack,
-                update=replace(of_update, sent=of_update.sent + reduced),
-                shapes=frozenset(costs.shapes),
-            )
     return found
 
 
-def _shard(config: Config, model: Any, processes: int) -> None:
-    """Shard as accelerate does: layers, embedding and head are groups, and the rest is one.
+class _Step:
+    """The longest pack of a step, and the model that it goes through."""
 
-    Tied, embedding and head are one group. The head's stays whole from its forward to its backward.
-    """
-    policy = sharded_policy(config.model.torch_dtype)
-    mesh = init_device_mesh("cpu", (processes,))
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    for module in list(model.modules()):
-        if type(module).__name__ in model._no_split_modules:
-            shard(module)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = embedding.weight is head.weight
-    if not tied:
-        shard(embedding)
-    shard([embedding, head] if tied else head, reshard_after_forward=False)
-    shard(model)
+    def __init__(self, config: Config, loaded: LoadedModel, pack: Pack) -> None:
+        self.loaded, self.pack = loaded, pack
+        model: Any = loaded.inner.config
+        self.text, self.vision = model.get_text_config(), model.vision_config
+        self.lora = config.tuner.train_type == "lora"
+        self.again = config.model.gradient_checkpointing
+        self.wide = config.model.torch_dtype == "float32"
+        self.sharded = config.training.data_parallel == "fsdp2"
+        self.parameters = dict(loaded.model.named_parameters())
+        self.sees = any(w.requires_grad for n, w in self.parameters.items() if "visual" in n)
+        self.tied = not any("lm_head." in name for name in self.parameters)
+        grids = [] if pack.image_grid_thw is None else pack.image_grid_thw.prod(1).tolist()
+        self.patches = float(sum(grids))
+        self.stream: int = len(pack) * self.text.hidden_size
+        self.head = self.text.vocab_size * self.text.hidden_size
+        hidden = self.vision.hidden_size
+        self.block: Widths = (hidden, self.vision.intermediate_size, 2 * hidden)
+        self.layer = self._layer()
 
+    def _layer(self) -> Widths:
+        """Of text. A mixture of experts copies the stream for each expert of a token."""
+        text, experts = self.text, getattr(self.text, "num_experts_per_tok", 0)
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = (text.num_attention_heads + text.num_key_value_heads) * head
+        if not experts:
+            return text.hidden_size, text.intermediate_size, heads
+        copies = experts / (10 if self.lora else 2)
+        return text.hidden_size * (1 + copies), experts * text.moe_intermediate_size, heads
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Of a tensor, or of this process's part of it."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.numel() * own.element_size()
+    def count(self, *parts: str) -> int:
+        """Elements of the parameters whose names have one of `parts`."""
+        named = self.parameters.items()
+        return sum(w.numel() for name, w in named if any(part in name for part in parts))
 
+    def working(self, rows: int, recorded: int) -> float:
+        """The most of three moments: backward of the head, of the last layer, and the end."""
+        factors, widen = _ALL if self.wide or not self.lora else _LORA, _WIDE if self.wide else 1.0
+        copies = 0 if self.lora or self.wide else 2  # 16-bit ones of trained weights
+        layers, of_layer = self.text.num_hidden_layers, self.count(".language_model.layers.0.")
+        layer = len(self.pack) * _dot(self.layer, factors.peak) * widen
+        if self.again:
+            narrow = (self.lora or self.sharded) and not self.wide
+            left = layers * self.stream * (2 if narrow else 4)
+            layer += of_layer * (4 if self.sharded else 0.75 * copies)
+        else:
+            kept = len(self.pack) * _dot(self.layer, factors.kept) * widen
+            left = layers * (kept + copies * of_layer)
+            layer += _NORM * self.stream - kept
+        if self.sees:
+            mergers = 1 + len(getattr(self.vision, "deepstack_visual_indexes", ()))
+            of_block = 2 * self.block[0] if self.again else _dot(self.block, _VISION.kept)
+            of_patch = mergers * _MERGER * self.block[0] + self.vision.depth * of_block
+            if self.pack.pixel_values is not None:
+                of_patch += 2 * self.pack.pixel_values.shape[1]
+            weights = ("merger",) if self.again else ("merger", "visual.blocks")
+            left += self.patches * of_patch * widen + copies * self.count(*weights)
+        left = recorded * left + 8 * (recorded - 1) * self.stream
+        head = waiting = end = 0.0
+        if not self.lora:
+            sharded = 8 if self.tied else 9
+            head = self.head * (sharded if self.sharded else 4 + copies)
+            waiting = self.head * (4 if self.tied or self.sharded else 0)
+            end = self.head * (12 if self.tied else 4)
+        chunk = _LOGIT * min(rows * self.text.vocab_size, HEAD_ELEMENTS)
+        return float(max(left + _NORM * self.stream + chunk + head, left + layer + waiting, end))
 
-def _on_fake(mode: Any, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else cast("torch.Tensor", mode.from_tensor(tensor))
+    def flops(self, rows: int, context: SelfContext) -> float:
+        """What `perf/mfu` counts, and what a backward computes again."""
+        whole, none = Arithmetic.of(self.loaded.model, self.loaded.inner.config), (0.0, 0.0)
+        forward, both = whole.of_pack(self.pack, rows)
+        again = whole.head[0] * rows
+        if self.again:
+            layers = replace(whole, merged=none)
+            if not self.sees:
+                layers = replace(layers, vision=none, vision_square=none, window_square=none)
+            again = layers.of_pack(self.pack, rows)[0]
+            if not self.lora:  # no backward needs the last product of a layer
+                again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
+                block = self.patches * self.block[0] * self.block[1]
+                again -= 2 * self.vision.depth * block if self.sees else 0
+        middle = context.iterations - context.recorded
+        return context.recorded * (both + again) + middle * forward
+
+    def moved(self, rows: int, context: SelfContext) -> float:
+        """Bytes of operations that memory bounds."""
+        factors, middle = _LORA if self.lora else _ALL, context.iterations - context.recorded
+        passes = context.recorded * (4 if self.again else 3) + middle
+        text = len(self.pack) * _dot(self.layer, factors.moved)
+        vision = self.patches * _dot(self.block, _VISION.moved)
+        logits = rows * self.text.vocab_size
+        of_head = self.head * (_FROZEN_HEAD_MOVED if self.lora else _HEAD_MOVED)
+        ends = logits * _LOGIT_MOVED + math.ceil(logits / HEAD_ELEMENTS) * of_head
+        moved = passes * self.text.num_hidden_layers * text
+        moved += (passes if self.sees else context.iterations) * self.vision.depth * vision
+        moved += min(context.recorded, 2) * ends  # forwards between read few logits
+        moved *= (_WIDE_MOVED if self.wide else 1) * (_SHARDED_MOVED if self.sharded else 1)
+        return float(moved)
+
+    def gathered(self, context: SelfContext) -> float:
+        """Bytes that FSDP2 gathers for forwards, and for backwards of layers, and reduces."""
+        groups = [".layers.", ".blocks."] + ([] if self.tied else [".embed_tokens."])
+        whole, recorded = self.count(""), context.recorded
+        gathered = context.iterations * whole + recorded * self.count(*groups)
+        return (4 if self.wide else 2) * gathered + 4 * recorded * whole

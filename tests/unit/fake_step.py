@@ -1,8 +1,8 @@
-"""A step on fake tensors, which have shapes and no memory, and what it would cost.
+"""A step on fake tensors, which have shapes and no memory: what `learner estimate` is held to.
 
     HostValues   integers of the host stay real, so that lengths and indices are known
-    Costs        live memory, and the Work of the operations
-    Work         FLOPs, bytes and messages; the seconds that a GPU would take at best
+    Costs        live memory, FLOPs, bytes and messages of the operations
+    fake_step    the step of a run: its packs, its recipe, its model, FSDP2 and the optimizer
 
 HostValues and Costs are open over torch's `FakeTensorMode`.
 """
@@ -10,9 +10,10 @@ HostValues and Costs are open over torch's `FakeTensorMode`.
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from learner.config.schema import Config
 from learner.models.gpus import Gpu
+from learner.models.load import LoadedModel
+from learner.models.packs import IMAGE, Pack
+from learner.models.patch_embedding import use_product
+from learner.models.precision import compute_in, sharded_policy
 from learner.objectives.numerics import as_on_cuda
+from learner.operate.estimate.step import longest_pack, meta_model, recipe_of, ring_bytes
+from learner.training.recipes import Recipe
+from learner.training.trainer import build_optimizer
+from learner.types import Channel, Sample
 
 _aten = torch.ops.aten
 # Backward of attention computes the scores once more: 5 products instead of 2 (Dao,
@@ -67,7 +79,9 @@ class HostValues(TorchDispatchMode):
             return _grouped_product(*args, **kwargs)
         if fake:
             return func(*map(self._counted, args), **kwargs)
-        if tensors or not _is_float(kwargs.get("dtype"), args):
+        floats = any(isinstance(each, float) for each in tree_leaves(args))
+        dtype = kwargs.get("dtype")
+        if tensors or not (floats if dtype is None else dtype.is_floating_point):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -98,55 +112,12 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any) -> Tensor:
     return a.new_empty(shape)
 
 
-def _is_float(dtype: torch.dtype | None, args: Any) -> bool:
-    """Whether a factory makes floats."""
-    if dtype is not None:
-        return dtype.is_floating_point
-    return any(isinstance(each, float) for each in tree_leaves(args))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a part of a step asks of the GPU of one process.
-
-    operations: how many there are of each (FLOPs, bytes of memory). sent: bytes to other processes.
-    """
-
-    operations: Mapping[tuple[float, int], int]
-    sent: float = 0.0
-
-    @property
-    def flops(self) -> float:
-        return sum(count * flops for (flops, _), count in self.operations.items())
-
-    def seconds(self, gpu: Gpu) -> float:
-        """Seconds at best, without messages.
-
-        An operation takes as long as the slower of its arithmetic and its memory (Williams et al.,
-        "Roofline", CACM 2009).
-        """
-        return sum(
-            count * max(flops / gpu.flops, moved / gpu.bandwidth)
-            for (flops, moved), count in self.operations.items()
-        )
-
-
-def ring_bytes(whole: float, processes: int) -> float:
-    """Bytes that each process sends in an all-gather or a reduce-scatter of `whole` bytes.
-
-    An all-reduce is both, one after the other. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
-    """
-    return whole * (processes - 1) / processes
-
-
 @dataclass
 class Costs(TorchDispatchMode):
     """What the operations on fake tensors cost while it is open. A view costs nothing.
 
-    operations, sent: of `Work`, since `begin`. live: bytes of the fake tensors that exist; base:
-    those that existed at `begin`. peak: the most since then; largest: shape, type and bytes of
-    the tensors that were made since then and existed at the peak, the largest first.
-    shapes: of all that was ever made.
+    operations, sent: of `FakeStep`, since `begin`. live: bytes of the fake tensors that exist;
+    base: those that existed at `begin`. peak: the most since then. shapes: of all tensors.
     """
 
     operations: Counter[tuple[float, int]] = field(default_factory=Counter)
@@ -154,13 +125,11 @@ class Costs(TorchDispatchMode):
     live: int = 0
     base: int = 0
     peak: int = 0
-    largest: list[tuple[tuple[int, ...], str, int]] = field(default_factory=list)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, tuple[int, weakref.ref[Any], weakref.ref[Tensor]]] = {}
-        self._before: set[int] = set()
+        self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._begun = False
 
     def begin(self) -> None:
@@ -169,11 +138,7 @@ class Costs(TorchDispatchMode):
         gc.freeze()  # what is there now need not be looked at again
         self.operations, self.sent = Counter(), 0.0
         self.base = self.peak = self.live
-        self.largest, self._before, self._begun = [], set(self._storages), True
-
-    def work(self) -> Work:
-        """Of the operations since `begin`."""
-        return Work(dict(self.operations), self.sent)
+        self._begun = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -194,8 +159,7 @@ class Costs(TorchDispatchMode):
         fresh = [tensor for tensor in made if _key(tensor) not in old]
         for tensor in fresh:
             self._add(tensor)
-        written = _writes(func)
-        if fresh or written:
+        if fresh or func._schema.is_mutable:
             moved = sum({_key(t): t.numel() * t.element_size() for t in (*given, *made)}.values())
             self.operations[_flops(func, args, kwargs or {}, found), moved] += 1
         return found
@@ -206,7 +170,7 @@ class Costs(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        self._storages[key] = (size, weakref.ref(storage), weakref.ref(tensor))
+        self._storages[key] = (size, weakref.ref(storage))
         weakref.finalize(storage, self._drop, key)
         self.shapes.add(tuple(tensor.shape))
         self.live += size
@@ -218,9 +182,9 @@ class Costs(TorchDispatchMode):
 
     def _look_again(self) -> None:
         """FSDP2 frees the memory of whole parameters and takes it again, without a new tensor."""
-        for key, (size, storage, tensor) in list(self._storages.items()):
+        for key, (size, storage) in list(self._storages.items()):
             if (there := storage()) is not None and there.nbytes() != size:
-                self._storages[key] = (there.nbytes(), storage, tensor)
+                self._storages[key] = (there.nbytes(), storage)
                 self.live += there.nbytes() - size
         if self._begun and self.live > self.peak:
             self._note()
@@ -229,24 +193,13 @@ class Costs(TorchDispatchMode):
         """A new peak. Tensors that only a cycle of references keeps do not count."""
         if self.live > 1.01 * self.peak:
             gc.collect()
-        if self.live <= self.peak:
-            return
-        self.peak = self.live
-        new = (each for key, each in self._storages.items() if key not in self._before)
-        alive = ((size, ref()) for size, _, ref in new)
-        found = [(tuple(t.shape), str(t.dtype)[6:], size) for size, t in alive if t is not None]
-        self.largest = sorted(found, key=lambda each: -each[2])[:8]
+        self.peak = max(self.peak, self.live)
 
 
 def _key(tensor: Tensor) -> int:
     """Of its memory, which views share."""
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _writes(func: Any) -> bool:
-    """Whether an operation changes one of its arguments."""
-    return bool(func._schema.is_mutable)
 
 
 def _sent(name: str, whole: int) -> float:
@@ -263,10 +216,6 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
         return _attention(args[0], args[3], causal=args[7])
     if name == "torch_attn::_varlen_attn_backward":
         return _BACKWARD * _attention(args[1], args[6], causal=args[10])
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return _dense_attention(args[0], args[1], args[4] if len(args) > 4 else False)
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-        return _BACKWARD * _dense_attention(args[1], args[2], args[7])
     if name == "aten::_grouped_mm":
         return float(2 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
@@ -281,11 +230,6 @@ def _attention(query: Tensor, bounds: Tensor, *, causal: bool) -> float:
     with unset_fake_temporarily():
         squares = float(bounds.diff().double().square().sum())
     return (2 if causal else 4) * query.shape[1] * query.shape[2] * squares
-
-
-def _dense_attention(query: Tensor, key: Tensor, causal: bool) -> float:
-    """(batch, heads, L, width), (batch, heads, keys, width)."""
-    return 4.0 * query.numel() * key.shape[2] / (2 if causal else 1)
 
 
 @contextmanager
@@ -333,3 +277,124 @@ def put_on_fakes(model: nn.Module) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.device.type == "meta":
                     tensors[name] = fake(tensor)
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """What `StepCost` estimates, counted. shapes: of every tensor.
+
+    operations: of a pack, how many there are of each (FLOPs, bytes of memory). sent: its bytes to
+    other processes.
+    """
+
+    tokens: int
+    weights: int
+    working: int
+    operations: Mapping[tuple[float, int], int]
+    sent: float
+    shapes: frozenset[tuple[int, ...]]
+
+    @property
+    def flops(self) -> float:
+        return sum(count * flops for (flops, _), count in self.operations.items())
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Of a pack at best: an operation takes as long as its arithmetic or as its memory."""
+        return sum(
+            count * max(flops / gpu.flops, moved / gpu.bandwidth)
+            for (flops, moved), count in self.operations.items()
+        )
+
+
+def step_model(config: Config) -> LoadedModel:
+    """`meta_model`, set up for a step as `prepared` does."""
+    loaded = meta_model(config)
+    model: Any = loaded.model
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    use_product(model, loaded.family.patch_embedding)
+    model.train()
+    return loaded
+
+
+def fake_step(
+    config: Config,
+    samples: Sequence[Sample],
+    channel: Channel,
+    processes: int = 1,
+    device: str = "cuda",
+) -> FakeStep:
+    loaded = step_model(config)
+    recipe = recipe_of(config, loaded)
+    pack, _ = longest_pack(config, recipe, samples)
+    return fake_steps(config, loaded, recipe, pack, [channel], processes, device)[channel]
+
+
+def fake_steps(
+    config: Config,
+    loaded: LoadedModel,
+    recipe: Recipe,
+    pack: Pack,
+    channels: Iterable[Channel],
+    processes: int = 1,
+    device: str = "cuda",
+) -> dict[Channel, FakeStep]:
+    """Run a pack of each channel on fake tensors, in one of several processes.
+
+    Gradients and the optimizer's moments exist before the forward, as from the second pack on.
+
+    loaded: of `step_model`; it cannot be used afterwards. recipe: of it.
+    """
+    costs, found, tokens = Costs(), dict[Channel, FakeStep](), len(pack)
+    sharded = config.training.data_parallel == "fsdp2"
+    several = fake_processes(processes) if sharded else nullcontext()
+    with several, faked(costs, pack.mm_token_types == IMAGE, device) as mode:
+        model: Any = loaded.model
+        put_on_fakes(model)
+        if sharded:
+            _shard(config, model, processes)
+        fakes = pack
+        if pack.pixel_values is not None:
+            fakes = replace(pack, pixel_values=mode.from_tensor(pack.pixel_values))
+        optimizer = build_optimizer(model, config.training, loaded.family)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight)
+        optimizer.step()  # makes the moments
+        weights = sum(_bytes(weight) for weight in model.parameters())
+        compute_in(model, config.model.torch_dtype)
+        for channel in channels:
+            costs.begin()
+            recipe.loss(model, fakes, channel).total.backward()
+            operations, sent, peak = costs.operations, costs.sent, costs.peak - costs.base
+            costs.begin()
+            optimizer.step()
+            peak = max(peak, costs.peak - costs.base)
+            shapes = frozenset(costs.shapes)
+            found[channel] = FakeStep(tokens, weights, peak, operations, sent, shapes)
+    return found
+
+
+def _shard(config: Config, model: Any, processes: int) -> None:
+    """Shard as accelerate does: layers, embedding and head are groups, and the rest is one.
+
+    Tied, embedding and head are one group. The head's stays whole from its forward to its backward.
+    """
+    policy = sharded_policy(config.model.torch_dtype)
+    mesh = init_device_mesh("cpu", (processes,))
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for module in list(model.modules()):
+        if type(module).__name__ in model._no_split_modules:
+            shard(module)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    if not tied:
+        shard(embedding)
+    shard([embedding, head] if tied else head, reshard_after_forward=False)
+    shard(model)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of a tensor, or of this process's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.numel() * own.element_size()
