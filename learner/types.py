@@ -16,8 +16,7 @@ A worked example, two ground truths and one prediction that matches the first:
     Segment        prompt (80 ids) + target, with positions and pixels   141 ids
     Pack           several segments in one row, at most `capacity` ids
 
-This module imports no torch; `Segment` and `Pack` hold tensors and live in
-`learner.models.packed_forward`.
+This module imports no torch. `Segment` and `Pack` hold tensors and are in `learner.models.packs`.
 """
 
 import unicodedata
@@ -71,7 +70,7 @@ CATEGORY_LISTS = (NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES)
 def normalized(desc: str) -> str:
     """A description in Unicode's form NFC, in which descriptions are compared (RES-20).
 
-    Tokenizers normalize to NFC, so that a model can only say this form.
+    Tokenizers normalize to NFC, so a model can only write this form.
     """
     return unicodedata.normalize("NFC", desc)
 
@@ -190,8 +189,8 @@ class Duplicate:
     """A valid prediction that repeats an earlier one, and is not in the clean prefix (CLEAN-01).
 
     found: as the answer has it.
-    stream: ids of the clean prefix up to the place of the duplicate, and of the duplicate; None
-        where the entry before it is a duplicate, too.
+    stream: ids of the clean prefix up to the duplicate, then those of the duplicate; None if the
+        entry before it is a duplicate, too.
     """
 
     found: ParsedObject
@@ -212,10 +211,10 @@ class MatchResult:
 class Role(IntEnum):
     """What a token of a sample is; the losses turn roles into weights.
 
-    Separators and keys, and the opening brace, belong to the entry they lead up to. All of a
-    prediction that is not matched or was dropped is FALSE_POSITIVE, coordinates included, and
-    so is a token fused across two entries if either is. Any other coordinate token is COORD,
-    one in a description too, which is in no `CoordGroup`: none gets cross-entropy (LOSS-01).
+    Separators, keys and the opening brace belong to the entry behind them. A prediction that is not
+    matched or was dropped is FALSE_POSITIVE as a whole, with its coordinates. So is a token that
+    spans two entries if one of them is. Every other coordinate token is COORD, also one inside a
+    description, which no `CoordGroup` has. No coordinate token gets cross-entropy (LOSS-01).
     """
 
     PROMPT = 0
@@ -280,10 +279,10 @@ class Target:
 class AssessedRollout(NamedTuple):
     """An answer, its objects, how they were matched, and its target.
 
-    parsed: with a clean prefix, what is left of the answer. duplicates: the rest; None where the
-        prefix is verbatim.
-    target: None where the answer is not trained on, and left_out says why.
-    chunk: of the answers of its step that were requested at once, from 0.
+    parsed: with a clean prefix, the answer without its duplicates. duplicates: the removed objects;
+        None without a clean prefix.
+    target: None if the answer is not trained on; left_out is the reason.
+    chunk: number of its part of the step, from 0.
     """
 
     sample: Sample
@@ -306,8 +305,8 @@ class AssessedRollout(NamedTuple):
 class Place:
     """Where a segment of a step went.
 
-    length: its tokens. pack: number of its pack, from 0, in the order in which they were made.
-    position: in the pack, from 0. come: segments of the step that had come when that was made.
+    length: its tokens. pack: number of its pack, from 0, in the order in which packs were made.
+    position: in the pack, from 0. come: segments of the step that were there when it was made.
     """
 
     length: int

@@ -1,4 +1,4 @@
-"""`Y_train`: what the model is taught for one sample, and the role of each of its tokens.
+"""`Y_train`: the target of one sample, and the role of each of its tokens.
 
 `assess` and `with_target` run the stages: RolloutOutput -> ParsedRollout -> MatchResult -> Target.
 
@@ -12,9 +12,9 @@ are those of the prefix, the rest are the appended objects (APPEND-02). A target
 cannot be read back raises `TargetUnreadable`; such a sample is dropped from supervision and
 counted (LOSS-02).
 
-The coordinates of an appended object, and of a box matched to a box, are taught the ground
-truth's; where a matched pair has a polygon in it, those of the prediction are taught where a
-transport plan projects them (OT-01).
+Target coordinates are those of the ground truth for an appended object, and for a box matched to a
+box. If one shape of a matched pair is a polygon, a transport plan gives the target of each
+coordinate of the prediction (OT-01).
 """
 
 from collections.abc import Callable, Sequence
@@ -137,14 +137,14 @@ def build_ground_truth_target(
 
 
 def _appended(item: GroundTruthObject) -> CoordGroup:
-    """What an appended object is taught; its positions are known once it is read back."""
+    """Target coordinates of an appended object; its positions are found when it is read back."""
     return CoordGroup((), item.shape.coords, matched=False, is_box=item.shape.kind == "bbox_2d")
 
 
 def _corrected(
     pairs: Sequence[tuple[ParsedObject, GroundTruthObject]], matching: MatchingConfig
 ) -> list[CoordGroup]:
-    """What each matched prediction is taught; its positions are known once it is read back."""
+    """Target coordinates of matched predictions; positions are found when they are read back."""
     shapes = [(predicted.shape, item.shape) for predicted, item in pairs]
     are_boxes = [predicted.kind == truth.kind == "bbox_2d" for predicted, truth in shapes]
     projected = iter(
@@ -170,7 +170,7 @@ def _supervise(
     prefix_len: int,
     fn_keys: list[str],
 ) -> Target:
-    """The target of an answer whose entries are `taught`, in order; None teaches nothing."""
+    """The target of an answer. taught: of each entry in order; None: it is not trained on."""
     vocab = token_table(tokenizer, answers.end_marker).vocab
     token_ids = [*answer_ids, vocab.end_id]
     found = answers.read_back(token_ids, tokenizer)
@@ -208,10 +208,10 @@ def _read_entries(target: ReadBack, taught: list[CoordGroup | None]) -> list[_En
 
 
 def _roles(token_ids: list[int], entries: list[_Entry], vocab: CoordVocab) -> npt.NDArray[np.int8]:
-    """Role of each token; where parts of an answer share one, what is written later here wins.
+    """Role of each token. If parts of an answer share a token, the role written last counts.
 
-    So a token that holds a character of a false positive teaches nothing, and one that holds a
-    character of a description is description. `CLOSURE` comes last, in `_supervise`.
+    So a token with a character of a false positive is FALSE_POSITIVE, and one with a character of a
+    trained description is description. `_supervise` writes `CLOSURE` last.
     """
     role = np.full(len(token_ids), Role.APPENDED_STRUCTURE, dtype=np.int8)
     for entry in entries:
@@ -241,7 +241,7 @@ def assess(
     answers: AnswerFormat = COORD_JSON,
     duplicate_iou: float | None = None,
 ) -> AssessedRollout:
-    """Parse an answer and match its objects to the ground truth; nothing is taught of it yet.
+    """Parse an answer and match its objects to the ground truth; the result has no target yet.
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
     duplicate_iou: objects that repeat an earlier one with at least this IoU are removed before

@@ -7,8 +7,8 @@
         a forward and a backward per pack -> loss, gradients, report
         B, with log-probabilities: engine and trainer are not too far apart (LOGP-01)
 
-A step takes all of its raw samples at once, whichever channel it runs. How many packed
-forwards they need is free; the caller makes one optimizer update of them (STEP-02).
+A step takes all of its raw samples at once, in both channels. It runs as many packed forwards as
+they need. The caller makes one optimizer update of them (STEP-02).
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ _NO_MORE: Chunk[Pack] = Chunk((), True)
 
 
 class Engine(Protocol):
-    """Who runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
+    """Runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
 
     def backward(self, loss: Tensor) -> None: ...
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]: ...
@@ -88,11 +88,11 @@ class _Step:
 class StepRunner:
     """Runs the forwards and backwards of one optimizer step.
 
-    policy: who answers in channel B; None in a run without channel B.
+    policy: generates the answers of channel B; None in a run without channel B.
     log_calls: takes one record of each channel-B step (SEED-02).
-    source: of channel B's packs, where they are not made within the step.
-    log_rollouts: takes the answers of each channel-B step made within it (MET-03).
-    bad_samples: how many samples others stood in for since it was called last.
+    source: of channel B's packs; None: the step makes them.
+    log_rollouts: takes the answers of each channel-B step that makes them itself (MET-03).
+    bad_samples: returns how many samples were replaced since its last call.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StepRunner:
         return loss, report
 
     def _note_use(self, this: _Step, use: DeviceUse) -> None:
-        """How much was learned in the time of learning, and in what memory (FULL-09)."""
+        """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
         seconds, payload = this.clock.seconds("learn"), this.report.payload
         payload.note({"perf/peak_memory_gib": use.peak_gib()})
         payload.rate({"perf/tokens_per_s": (this.work.tokens, seconds)})
@@ -173,7 +173,7 @@ class StepRunner:
             payload.rate({"perf/mfu": (this.work.flops, seconds * use.gpu.flops)})
 
     def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
-        """Run the channel that rank 0's schedule wants, where every rank can."""
+        """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
         if self.source is not None:
             self.source.begin(step, clock)
         wanted: Channel = broadcast_from_rank0(self._peers, lambda: self._recipe.channel(step))
@@ -223,10 +223,10 @@ class StepRunner:
         return loss
 
     def _note_calls(self, report: StepReport, feed: PackFeed | None = None) -> None:
-        """Log what it took to get the rollouts, also when there are none in the end.
+        """Log the calls for rollouts, also after a failure.
 
-        feed: of the answers that the step trains on. Asynchronous calls are of coming steps,
-        so their seeds start from other bases (RES-23).
+        feed: of the answers that the step trains on. Asynchronous calls are for later steps, so
+        their seeds start from other bases (RES-23).
         """
         assert self._policy is not None
         record, payload = self._policy.take_notes()
@@ -284,9 +284,9 @@ class StepRunner:
     def _in_lockstep(
         self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
     ) -> Iterator[tuple[Pack | None, bool]]:
-        """Packs of this rank, as many as every rank; None where it replays one of weight zero.
+        """Yield packs of this rank, as many as on every rank; None: replay one with weight zero.
 
-        With each: whether it is the last, in whose backward gradients are synchronized.
+        With each: whether it is the last one. Its backward synchronizes gradients.
 
         After every chunk all ranks run as many packs as each of them has; at the end as many as
         the one with the most. So gradients are synchronized exactly once, and no rank waits for a
