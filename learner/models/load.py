@@ -28,7 +28,7 @@ from learner.models.families import Family, Multimodal, Part, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import check_head
 from learner.models.loading import loading
-from learner.models.patch_embedding import check_patch_embedding, use_product
+from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
 from learner.stages.formats import answer_format
 from learner.stages.tokens import CoordVocab, Tokenizer
@@ -87,11 +87,10 @@ def _described(config: Config, folder: Path) -> PreTrainedModel:
 def check_parts(model: PreTrainedModel) -> None:
     """The output head and the patch embedding have the shapes that a step of training knows.
 
-    Raises ContractError as `family_of`, `check_head` and `check_patch_embedding` do.
+    Raises ContractError as `family_of`, `check_head` and `patch_embeddings` do.
     """
-    family = family_of(model)
     check_head(model)
-    check_patch_embedding(model, family.patch_embedding)
+    patch_embeddings(model, family_of(model).patch_embedding)
 
 
 def load_model(config: Config) -> LoadedModel:

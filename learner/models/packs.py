@@ -25,7 +25,7 @@ class Segment:
     """One sample, teacher-forced: prompt (P ids) + target (T ids), L = P + T.
 
     has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
-    patches: of `Family.patches`.
+    patches: of `Family.patches`; None where there are no images.
     kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
         nats; none where they were not requested (LOGP-01).
     """
@@ -49,7 +49,7 @@ class Pack:
     """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
 
     bounds: (segments + 1,) int32, where each segment starts, and L. longest: tokens of the longest.
-    patches: None where the vision tower computes it itself; else the grids stay on the host.
+    image_grid_thw: on the host, whatever the device. patches: None where there are no images.
     """
 
     sample_ids: list[str]
@@ -69,12 +69,11 @@ class Pack:
 
     def to(self, device: torch.device) -> "Pack":
         moved = (Tensor, Supervision, PackedPatches)
-        stays = () if self.patches is None else ("image_grid_thw",)
         parts: dict[str, Any] = {
-            name: part.to(device) if isinstance(part, moved) and name not in stays else part
+            name: part.to(device) if isinstance(part, moved) else part
             for name, part in vars(self).items()
         }
-        return Pack(**parts)
+        return Pack(**parts | {"image_grid_thw": self.image_grid_thw})
 
 
 def make_segment(
@@ -89,9 +88,9 @@ def make_segment(
     tail = torch.tensor(target.token_ids, dtype=torch.long)
     ids = torch.cat([prompt.ids, tail])
     types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
-    family = family_of(model)
-    positions = family.positions(model, ids, types, prompt.image_grid_thw)
-    patches = family.patches(model, prompt.image_grid_thw)
+    family, grid = family_of(model), prompt.image_grid_thw
+    positions = family.positions(model, ids, types, grid)
+    patches = None if grid is None else family.patches(model, grid)
     segment = Segment(
         sample_id, prompt, target, ids, positions, has_dropped, family, patches, kept_logprobs
     )

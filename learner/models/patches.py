@@ -15,14 +15,6 @@ import torch
 from torch import Tensor
 
 
-class SmallestImage(NamedTuple):
-    """An image of one token. token: id of the placeholder; the others as of `EncodedPrompt`."""
-
-    token: int
-    pixel_values: Tensor
-    image_grid_thw: Tensor
-
-
 class Windows(NamedTuple):
     """Windows of the images of a segment, which some layers attend within.
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -182,13 +181,9 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
             f"the model's processor refuses it ({error})",
             "Replace its images, or remove the line; `learner data check --config` finds every one",
         ) from error
-    ids: torch.Tensor = batch["input_ids"][0]
-    types = batch.get("mm_token_type_ids")
-    if types is None:
-        types = (batch["input_ids"] == getattr(processor, "image_token_id", None)).long()
     return EncodedPrompt(
-        ids=ids,
-        mm_token_types=types[0],
+        ids=batch["input_ids"][0],
+        mm_token_types=batch["mm_token_type_ids"][0],
         pixel_values=batch.get("pixel_values"),
         image_grid_thw=batch.get("image_grid_thw"),
     )
