@@ -64,22 +64,17 @@ def on_meta(config: Config) -> PreTrainedModel:
     """
     *_, folder = checkpoint_chain(config.model.model, "model.model")
     try:
-        return _described(config, folder)
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model_family(described.model_type)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+                described,
+                dtype=weight_dtype(config),
+                attn_implementation=attention_of(config.model.attn_implementation),
+            )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         do = "Give the folder of a Qwen3-VL checkpoint"
         raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
-
-
-def _described(config: Config, folder: Path) -> PreTrainedModel:
-    """The model that a folder's config describes, on the meta device, with known parts."""
-    described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model_family(described.model_type)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-            described,
-            dtype=weight_dtype(config),
-            attn_implementation=attention_of(config.model.attn_implementation),
-        )
     check_parts(model)
     return model
 
@@ -108,9 +103,8 @@ def load_weights(config: Config) -> PreTrainedModel:
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
+    on_meta(config)
     with _loading(config):
-        *_, folder = checkpoint_chain(config.model.model, "model.model")
-        _described(config, folder)
         return read_model(
             config.model.model, weight_dtype(config), config.model.attn_implementation
         )

@@ -4,7 +4,7 @@ A family knows how its models place tokens and images, which modules are trained
 row keeps its segments apart. `CONTRIBUTING.md` says how another one is added.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from learner.config.registry import model_family
 from learner.models.families.qwen_vl import Family as Family
@@ -14,14 +14,8 @@ from learner.models.families.qwen_vl import Part as Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class PromptTensors(Protocol):
-    """The images of a prompt, or of a pack."""
-
-    @property
-    def pixel_values(self) -> "Tensor | None": ...
-    @property
-    def image_grid_thw(self) -> "Tensor | None": ...
+    from learner.models.packs import Pack
+    from learner.models.prompts import EncodedPrompt
 
 
 def family_of(model: Any) -> Family:
@@ -31,7 +25,7 @@ def family_of(model: Any) -> Family:
 
 
 def vision_inputs(
-    family: Family, images: PromptTensors, types: "Tensor"
+    family: Family, images: "EncodedPrompt | Pack", types: "Tensor"
 ) -> "dict[str, Tensor | None]":
     """Arguments of a forward beside ids and positions. types: 1 where an image is."""
     values = (types, images.pixel_values, images.image_grid_thw)

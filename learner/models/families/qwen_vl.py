@@ -8,7 +8,6 @@ become block-diagonal causal attention. With fewer rows segments leak into each 
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -43,6 +42,7 @@ class QwenImageRule(NamedTuple):
     block: int
     min_pixels: int
     max_pixels: int
+    max_aspect: int = MAX_ASPECT
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> "QwenImageRule":
@@ -64,10 +64,6 @@ class QwenImageRule(NamedTuple):
         if not all(type(value) is int and value > 0 for value in sides + bounds):
             raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
         return cls(sides[0] * sides[1], *bounds)
-
-    @property
-    def max_aspect(self) -> int:
-        return MAX_ASPECT
 
     def tokens(self, width: int, height: int) -> int | None:
         """Tokens of an image, None for one that is too narrow for the processor."""
@@ -161,13 +157,12 @@ class Family:
 
         By transformers' own functions, as its towers call them.
         """
-        from transformers.vision_utils import get_vision_position_ids
+        from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
-        from learner.models.patches import Patches
+        from learner.models.patches import Patches, Runs
 
         rows = {"position_ids": get_vision_position_ids(grid, inner.visual.spatial_merge_size)}
-        frames = ((height * width,) * time for time, height, width in grid.tolist())
-        return Patches(rows, tuple(chain.from_iterable(frames)))
+        return Patches(rows, Runs.of(get_vision_cu_seqlens(grid)))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
         """The attention modules of the vision tower that attend within windows of an image."""
@@ -197,7 +192,7 @@ class Qwen25VL(Family):
     def patches(self, inner: Any, grid: "Tensor") -> "Patches":
         from transformers.vision_utils import get_vision_window_index
 
-        from learner.models.patches import Windows
+        from learner.models.patches import Runs
 
         tower = inner.visual
         index, bounds = get_vision_window_index(
@@ -207,7 +202,7 @@ class Qwen25VL(Family):
             patch_size=tower.patch_size,
         )
         found = super().patches(inner, grid)
-        return replace(found, windows=Windows(index, tuple(bounds.diff().tolist())))
+        return replace(found, window_index=index, windows=Runs.of(bounds))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
         tower = inner.visual
