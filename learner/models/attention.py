@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
-from learner.models.patches import PackedPatches, Runs
+from learner.models.patches import Patches, Runs
 from learner.objectives.numerics import counts_as_cuda
 from shared_contracts.errors import ContractError
 
@@ -95,8 +95,7 @@ def packed_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     assert max_length_q is not None
-    bounds = _Bounds(cu_seq_lens_q, max_length_q, causal=True)
-    return _within(bounds, query, key, value, scaling), None
+    return _within(cu_seq_lens_q, max_length_q, True, query, key, value, scaling), None
 
 
 def image_attention(
@@ -120,10 +119,9 @@ def image_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     assert longest_image is not None
-    bounds = _Bounds(patch_bounds, longest_image, causal=False)
     if windowed is not None and module in windowed.layers:
-        bounds = _Bounds(windowed.windows.bounds, windowed.windows.longest, causal=False)
-    return _within(bounds, query, key, value, scaling), None
+        patch_bounds, longest_image = windowed.windows.bounds, windowed.windows.longest
+    return _within(patch_bounds, longest_image, False, query, key, value, scaling), None
 
 
 class Windowed(NamedTuple):
@@ -133,25 +131,25 @@ class Windowed(NamedTuple):
     windows: Runs
 
 
-class _Bounds(NamedTuple):
-    """Of segments in a row. starts: (segments + 1,) int32. longest: tokens of the longest one."""
-
-    starts: Tensor
-    longest: int
-    causal: bool
-
-
 def _within(
-    bounds: _Bounds, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    starts: Tensor,
+    longest: int,
+    causal: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
 ) -> Tensor:
-    """Attention within segments; (1, heads, L, width) each -> (1, L, heads, width)."""
+    """Attention within segments; (1, heads, L, width) each -> (1, L, heads, width).
+
+    starts: (segments + 1,) int32. longest: tokens of the longest segment.
+    """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings leave queries and keys in float32
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # (L, heads, width) each
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    starts, longest, causal = bounds
     if kind == "cuda" or counts_as_cuda():
         window = (-1, 0) if causal else (-1, -1)
         same = (starts, starts, longest, longest)
@@ -203,7 +201,7 @@ def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
 
 
 def image_bounds(
-    vision_config: Any, patches: PackedPatches, windowed: Collection[nn.Module] = ()
+    vision_config: Any, patches: Patches, windowed: Collection[nn.Module] = ()
 ) -> dict[str, Any]:
     """Arguments of a vision tower whose layers attend within frames of the row of patches.
 

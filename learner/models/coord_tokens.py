@@ -132,9 +132,16 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     with _loading(source, "weights"):  # in their own dtype
         model: PreTrainedModel = auto.from_pretrained(source, dtype="auto", trust_remote_code=False)
-    _expand(model, _tokenizer(processor), torch.Generator().manual_seed(seed))
+    tokenizer, (embedding, head) = _tokenizer(processor), vocab_modules(model)
+    old_tokens, is_tied = len(tokenizer), head.weight is embedding.weight
+    first = add_coord_tokens(tokenizer)
+    rows = _rows(embedding.num_embeddings, old_tokens, len(tokenizer))
+    model.resize_token_embeddings(rows, mean_resizing=False)
     embedding, head = vocab_modules(model)
-    if tie is False and head.weight is embedding.weight:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in [embedding.weight] if is_tied else [embedding.weight, head.weight]:
+        _start_rows(weight, old_tokens, first, generator)
+    if is_tied and tie is False:
         head.weight = nn.Parameter(embedding.weight.detach().clone())
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
@@ -172,7 +179,18 @@ def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with _loading(source, "tokenizer"):
         processor: Processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    _require_expandable(source, _tokenizer(processor))
+    vocab = _tokenizer(processor).get_vocab()
+    present = sum(coord_token(k) in vocab for k in range(COORD_BINS))
+    if present:
+        raise ContractError(
+            str(source), f"it has {present} coordinate tokens already", "Use it as it is."
+        )
+    if IM_END not in vocab:
+        raise ContractError(
+            str(source),
+            f"its tokenizer has no {IM_END}",
+            "Use a model with Qwen's chat tokens: answers end with that one.",
+        )
     return config, processor
 
 
@@ -188,37 +206,6 @@ def _rows(old_rows: int, old_tokens: int, tokens: int) -> int:
 
 def _loading(source: Path, what: str) -> AbstractContextManager[None]:
     return loading(str(source), f"its {what}", "Copy the checkpoint again, whole.")
-
-
-def _require_expandable(source: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    vocab = tokenizer.get_vocab()
-    present = sum(coord_token(k) in vocab for k in range(COORD_BINS))
-    if present:
-        raise ContractError(
-            str(source), f"it has {present} coordinate tokens already", "Use it as it is."
-        )
-    if IM_END not in vocab:
-        raise ContractError(
-            str(source),
-            f"its tokenizer has no {IM_END}",
-            "Use a model with Qwen's chat tokens: answers end with that one.",
-        )
-
-
-def _expand(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generator: torch.Generator
-) -> None:
-    """Add the tokens to the tokenizer and their rows to the model."""
-    embedding, head = vocab_modules(model)
-    old_tokens, old_rows = len(tokenizer), embedding.num_embeddings
-    is_tied = head.weight is embedding.weight
-    first = add_coord_tokens(tokenizer)
-    rows = _rows(old_rows, old_tokens, len(tokenizer))
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    embedding, head = vocab_modules(model)
-    _start_rows(embedding.weight, old_tokens, first, generator)
-    if not is_tied:
-        _start_rows(head.weight, old_tokens, first, generator)
 
 
 @torch.no_grad()

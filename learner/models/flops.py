@@ -67,24 +67,26 @@ class Arithmetic:
 
     def of_pack(self, pack: Pack, head_rows: int) -> tuple[float, float]:
         """FLOPs of one forward of a pack, alone and with its backward."""
-        squares = float(pack.bounds.diff().double().square().sum())
-        grids = [] if pack.image_grid_thw is None else pack.image_grid_thw.tolist()
-        patches = [float(t * h * w) for t, h, w in grids]
+        patches = frames = windows = 0.0
+        if pack.patches is not None:
+            of_frames, of_windows = pack.patches.frames.on_host, pack.patches.windows
+            patches, frames = float(of_frames[-1]), _squares(of_frames)
+            windows = 0.0 if of_windows is None else _squares(of_windows.on_host)
         image_tokens = float((pack.mm_token_types == 1).sum())
-        windowed = None if pack.patches is None else pack.patches.windows
-        windows = (
-            0.0 if windowed is None else float(windowed.on_host.diff().double().square().sum())
-        )
         return tuple(  # type: ignore[return-value]  # two
             self.text[way] * len(pack)
             + self.head[way] * head_rows
-            + self.vision[way] * sum(patches)
+            + self.vision[way] * patches
             + self.merged[way] * image_tokens
-            + self.text_square[way] * squares
-            + self.vision_square[way] * sum(count**2 for count in patches)
+            + self.text_square[way] * _squares(pack.bounds)
+            + self.vision_square[way] * frames
             + self.window_square[way] * windows
             for way in (0, 1)
         )
+
+
+def _squares(bounds: Tensor) -> float:
+    return float(bounds.diff().double().square().sum())
 
 
 def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]]:

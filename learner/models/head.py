@@ -39,7 +39,7 @@ def output_head(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "lm_head":
             return module
-    raise _refused("it has no lm_head")
+    raise refused("it has no lm_head")
 
 
 def check_head(model: PreTrainedModel) -> None:
@@ -49,10 +49,10 @@ def check_head(model: PreTrainedModel) -> None:
     """
     head, text = output_head(model), model.config.get_text_config()
     if not _is_product(head):
-        raise _refused(f"its lm_head is {head}, and no linear layer without a bias")
+        raise refused(f"its lm_head is {head}, and no linear layer without a bias")
     wanted, found = (text.vocab_size, text.hidden_size), tuple(head.weight.shape)
     if found != wanted:
-        raise _refused(
+        raise refused(
             f"its lm_head has a weight of {found[0]} x {found[1]}, and its config says vocab_size "
             f"{wanted[0]} and hidden_size {wanted[1]}"
         )
@@ -100,7 +100,7 @@ def _is_product(head: nn.Module) -> TypeGuard[nn.Linear]:
     return own and isinstance(head, nn.Linear) and head.bias is None
 
 
-def _refused(found: str) -> ContractError:
+def refused(found: str) -> ContractError:
     return ContractError("model.model", found, "Use a model of the Qwen-VL family")
 
 

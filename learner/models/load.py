@@ -28,7 +28,7 @@ from learner.models.families import Family, Multimodal, Part, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import check_head
 from learner.models.loading import loading
-from learner.models.patch_embedding import check_patch_embedding, use_product
+from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
 from learner.stages.formats import answer_format
 from learner.stages.tokens import CoordVocab, Tokenizer
@@ -64,22 +64,17 @@ def on_meta(config: Config) -> PreTrainedModel:
     """
     *_, folder = checkpoint_chain(config.model.model, "model.model")
     try:
-        return _described(config, folder)
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model_family(described.model_type)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+                described,
+                dtype=weight_dtype(config),
+                attn_implementation=attention_of(config.model.attn_implementation),
+            )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         do = "Give the folder of a Qwen3-VL checkpoint"
         raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
-
-
-def _described(config: Config, folder: Path) -> PreTrainedModel:
-    """The model that a folder's config describes, on the meta device, with known parts."""
-    described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model_family(described.model_type)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-            described,
-            dtype=weight_dtype(config),
-            attn_implementation=attention_of(config.model.attn_implementation),
-        )
     check_parts(model)
     return model
 
@@ -87,11 +82,10 @@ def _described(config: Config, folder: Path) -> PreTrainedModel:
 def check_parts(model: PreTrainedModel) -> None:
     """The output head and the patch embedding have the shapes that a step of training knows.
 
-    Raises ContractError as `family_of`, `check_head` and `check_patch_embedding` do.
+    Raises ContractError as `family_of`, `check_head` and `patch_embeddings` do.
     """
-    family = family_of(model)
     check_head(model)
-    check_patch_embedding(model, family.patch_embedding)
+    patch_embeddings(model, family_of(model).patch_embedding)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -109,9 +103,8 @@ def load_weights(config: Config) -> PreTrainedModel:
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
+    on_meta(config)
     with _loading(config):
-        *_, folder = checkpoint_chain(config.model.model, "model.model")
-        _described(config, folder)
         return read_model(
             config.model.model, weight_dtype(config), config.model.attn_implementation
         )

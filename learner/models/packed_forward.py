@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from learner.models.attention import image_bounds, packed_bounds, without_search
-from learner.models.families import Family, Multimodal, vision_inputs
+from learner.models.families import vision_inputs
 from learner.models.head import chunked, output_head
 from learner.models.packs import Pack
-from learner.models.patches import PackedPatches
 from learner.objectives.logit_stats import HeadInput
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ def packed_forward(
         head.register_forward_hook(instead, prepend=True),
     ]
     try:
-        with known_on_host(model, pack.family, pack.bounds, pack.patches, pack.image_grid_thw):
+        with _known_on_host(model, pack):
             output = model(
                 input_ids=pack.input_ids if embeddings is None else None,
                 inputs_embeds=embeddings,
@@ -71,31 +70,20 @@ def packed_forward(
 
 
 @contextmanager
-def known_on_host(
-    model: nn.Module,
-    family: Family,
-    bounds: Tensor,
-    patches: PackedPatches | None = None,
-    grids: Tensor | None = None,
-) -> Iterator[None]:
+def _known_on_host(model: nn.Module, pack: Pack) -> Iterator[None]:
     """Within the block, forwards of `model` get what the host knows of a pack.
 
     So the host waits for nothing that it knows. Hooks hand it to the modules inside of `model`: DDP
     and FSDP2 move every tensor that they are called with to the device, and FSDP2 rounds it.
     """
-    inner: Any = inner_of(model, family)
-    if inner is None:
-        yield
-        return
-    of_inner = without_search(inner.config.get_text_config(), bounds)
+    inner: Any = pack.family.inner(whole_model(model))
+    of_inner = without_search(inner.config.get_text_config(), pack.bounds)
     hooks = []
-    if patches is not None:
-        of_inner["image_grid_thw"] = grids
-        of_tower = {
-            **patches.rows,
-            **image_bounds(inner.config.vision_config, patches, family.windowed(inner)),
-        }
-        hooks.append(_adding(family.vision_tower(inner), of_tower))
+    if pack.patches is not None:
+        of_inner["image_grid_thw"] = pack.image_grid_thw
+        windowed = pack.family.windowed(inner)
+        bounds = image_bounds(inner.config.vision_config, pack.patches, windowed)
+        hooks.append(_adding(inner.visual, {**pack.patches.rows, **bounds}))
     hooks.append(_adding(inner, of_inner))
     try:
         yield
@@ -104,13 +92,9 @@ def known_on_host(
             hook.remove()
 
 
-def inner_of(model: nn.Module, family: Family) -> Multimodal | None:
-    """The multimodal module, whatever the model is wrapped in.
-
-    None for a model that is not one of transformers.
-    """
-    whole = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-    return None if whole is None else family.inner(whole)
+def whole_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, whatever it is wrapped in."""
+    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def _adding(module: nn.Module, arguments: dict[str, Any]) -> RemovableHandle:

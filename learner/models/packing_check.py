@@ -2,15 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.models.attention import packed_bounds
-from learner.models.families import Family, vision_inputs
+from learner.models.families import Family
 from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.packed_forward import inner_of, known_on_host
-from learner.models.packs import IMAGE
-from learner.models.patches import SmallestImage, pack_patches
+from learner.models.packed_forward import packed_forward, whole_model
+from learner.models.packs import IMAGE, make_pack, make_segment
+from learner.models.prompts import EncodedPrompt
+from learner.types import Role, Target
 from shared_contracts.errors import ContractError
 
 
@@ -38,34 +39,22 @@ def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
 
 
 def _second_of_two(model: nn.Module, family: Family, first: int) -> Tensor:
-    """Logits (L, V) of the second of two segments in a row, whose first one follows `first`."""
-    device = next(model.parameters()).device
-    ids = [torch.full((8,), first), torch.arange(1, 9)]
-    types = torch.zeros(8, dtype=torch.long)
-    positions = family.text_positions(8)
-    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
-    arguments: dict[str, Any] = packed_bounds(bounds, 8)
-    patches, grids = None, None
-    inner = inner_of(model, family)
-    if inner is not None and (image := family.smallest_image(inner)) is not None:
-        types[0] = IMAGE
-        for own in ids:
-            own[0] = image.token
-        grid = image.image_grid_thw
-        positions = family.positions(inner, ids[0], types, grid)
-        if (known := family.patches(inner, grid)) is not None:
-            patches = pack_patches([known, known]).to(device)
-        grids = grid.repeat(2, 1) if patches is not None else grid.repeat(2, 1).to(device)
-        pixels = torch.cat([first * image.pixel_values, image.pixel_values]).to(device)
-        images = SmallestImage(image.token, pixels, grids)
-        arguments |= vision_inputs(family, images, types.repeat(2)[None].to(device))
-    with known_on_host(model, family, bounds, patches, grids):
-        output = model(
-            input_ids=torch.cat(ids)[None].to(device),
-            position_ids=family.position_ids(positions.repeat(1, 2)).to(device),
-            **arguments,
-            attention_mask=None,
-            use_cache=False,
-        )
-    logits: Tensor = output.logits[0, 8:]
-    return logits
+    """Logits (L, V) of the second of two segments in a row, whose first one follows `first`.
+
+    A segment has an image of one token and 7 tokens of text.
+    """
+    whole = whole_model(model)
+    inner: Any = family.inner(whole)
+    tower, patch = inner.visual, inner.visual.patch_embed
+    side = tower.spatial_merge_size
+    values = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
+    image, types = torch.tensor([inner.config.image_token_id]), torch.tensor([IMAGE])
+    grid = torch.tensor([[1, side, side]])
+    segments = []
+    for scale, text in ((first, [first] * 7), (1, list(range(2, 9)))):
+        pixels = torch.full((side * side, values), float(scale))
+        target = Target(text, 0, [], np.full(7, Role.CLOSURE, dtype=np.int8), [])
+        prompt = EncodedPrompt(image, types, pixels, grid)
+        segments.append(make_segment(inner, "packing check", prompt, target, False))
+    pack = make_pack(segments).to(next(model.parameters()).device)
+    return packed_forward(model, pack, lambda given: given.head(given.hidden[8:]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.patches import PackedPatches, Patches, pack_patches
+from learner.models.patches import Patches
 from learner.models.prompts import EncodedPrompt
 from learner.objectives.logit_stats import Supervision
 from learner.types import Role, Target
@@ -25,7 +25,7 @@ class Segment:
     """One sample, teacher-forced: prompt (P ids) + target (T ids), L = P + T.
 
     has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
-    patches: of `Family.patches`.
+    model: the inner multimodal model; only a segment without images may have none.
     kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
         nats; none where they were not requested (LOGP-01).
     """
@@ -37,7 +37,7 @@ class Segment:
     position_ids: Tensor
     has_dropped: bool
     family: Family = QWEN_VL
-    patches: Patches | None = None
+    model: Multimodal | None = None
     kept_logprobs: Sequence[float] = ()
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class Pack:
     """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
 
     bounds: (segments + 1,) int32, where each segment starts, and L. longest: tokens of the longest.
-    patches: None where the vision tower computes it itself; else the grids stay on the host.
+    image_grid_thw: on the host, whatever the device. patches: None where there are no images.
     """
 
     sample_ids: list[str]
@@ -62,19 +62,18 @@ class Pack:
     bounds: Tensor
     longest: int
     family: Family = QWEN_VL
-    patches: PackedPatches | None = None
+    patches: Patches | None = None
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
 
     def to(self, device: torch.device) -> "Pack":
-        moved = (Tensor, Supervision, PackedPatches)
-        stays = () if self.patches is None else ("image_grid_thw",)
+        moved = (Tensor, Supervision, Patches)
         parts: dict[str, Any] = {
-            name: part.to(device) if isinstance(part, moved) and name not in stays else part
+            name: part.to(device) if isinstance(part, moved) else part
             for name, part in vars(self).items()
         }
-        return Pack(**parts)
+        return Pack(**parts | {"image_grid_thw": self.image_grid_thw})
 
 
 def make_segment(
@@ -91,9 +90,8 @@ def make_segment(
     types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
     family = family_of(model)
     positions = family.positions(model, ids, types, prompt.image_grid_thw)
-    patches = family.patches(model, prompt.image_grid_thw)
     segment = Segment(
-        sample_id, prompt, target, ids, positions, has_dropped, family, patches, kept_logprobs
+        sample_id, prompt, target, ids, positions, has_dropped, family, model, kept_logprobs
     )
     _check_supervised_span(segment)
     return segment
@@ -158,8 +156,8 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         torch.cat([s.prompt.mm_token_types, torch.zeros(len(s.target.token_ids), dtype=torch.long)])
         for s in segments
     ]
-    family = segments[0].family
-    patches = [s.patches for s in segments if s.patches is not None]
+    family, model = segments[0].family, segments[0].model
+    grid = torch.cat(grids) if grids else None
     lengths = [len(segment) for segment in segments]
     return Pack(
         sample_ids=[s.sample_id for s in segments],
@@ -167,10 +165,10 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         position_ids=family.position_ids(torch.cat([s.position_ids for s in segments], dim=1)),
         mm_token_types=torch.cat(types)[None],
         pixel_values=torch.cat(pixels) if pixels else None,
-        image_grid_thw=torch.cat(grids) if grids else None,
+        image_grid_thw=grid,
         supervision=_supervision(segments),
         bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         longest=max(lengths),
         family=family,
-        patches=pack_patches(patches) if patches else None,
+        patches=None if grid is None or model is None else family.patches(model, grid),
     )

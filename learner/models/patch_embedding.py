@@ -5,11 +5,10 @@ CPU the convolution takes seven times as long, and on GPUs without a kernel for 
 still.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from shared_contracts.errors import ContractError
+from learner.models.head import refused
 
 
 class PatchProduct(nn.Conv3d):
@@ -21,60 +20,34 @@ class PatchProduct(nn.Conv3d):
         return found[:, :, None, None, None]
 
 
-def use_product(model: nn.Module, ending: str | None) -> None:
-    """Put a `PatchProduct` in the place of each patch embedding of `model`.
+def use_product(model: nn.Module, ending: str) -> None:
+    """Make each patch embedding of `model` a `PatchProduct`, in place.
 
-    ending: of their names, by the family of the model; None: the family has none.
+    ending: of their names, by the family of the model.
 
-    Raises ContractError as `check_patch_embedding` does.
+    Raises ContractError as `patch_embeddings` does.
     """
-    for name, module in _patch_embeddings(model, ending):
-        if not isinstance(module, PatchProduct):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, _product(module))
+    for module in patch_embeddings(model, ending):
+        module.__class__ = PatchProduct
 
 
-def check_patch_embedding(model: nn.Module, ending: str | None) -> None:
-    """Each patch embedding of `model` can be a `PatchProduct`; arguments as of `use_product`.
+def patch_embeddings(model: nn.Module, ending: str) -> list[nn.Conv3d]:
+    """The patch embeddings of `model`, each of which can be a `PatchProduct`.
 
     Raises ContractError for a model without one, for one that is no convolution, and for one
     whose patches overlap or are padded.
     """
-    _patch_embeddings(model, ending)
-
-
-def _patch_embeddings(model: nn.Module, ending: str | None) -> list[tuple[str, nn.Conv3d]]:
-    """By name."""
-    if ending is None:
-        return []
     named = [each for each in model.named_modules() if each[0].endswith(ending)]
     if not named:
-        raise _refused(f"its vision tower has no {ending}")
-    return [(name, _checked(name, module)) for name, module in named]
+        raise refused(f"its vision tower has no {ending}")
+    return [_checked(name, module) for name, module in named]
 
 
 def _checked(name: str, module: nn.Module) -> nn.Conv3d:
     if not isinstance(module, nn.Conv3d):
-        raise _refused(f"its patch embedding {name} is {module}, and no Conv3d")
+        raise refused(f"its patch embedding {name} is {module}, and no Conv3d")
     plain = module.stride == module.kernel_size and module.groups == 1
     if not plain or any(module.padding) or any(size != 1 for size in module.dilation):
         found = f"its patch embedding {name} is {module}, whose patches overlap or are padded"
-        raise _refused(found)
+        raise refused(found)
     return module
-
-
-def _refused(found: str) -> ContractError:
-    return ContractError("model.model", found, "Use a model of the Qwen-VL family")
-
-
-def _product(conv: nn.Conv3d) -> PatchProduct:
-    with torch.device("meta"):
-        made = PatchProduct(
-            conv.in_channels,
-            conv.out_channels,
-            conv.kernel_size,  # type: ignore[arg-type]  # three numbers
-            conv.stride,  # type: ignore[arg-type]
-            bias=conv.bias is not None,
-        )
-    made.weight, made.bias = conv.weight, conv.bias
-    return made.train(conv.training)

@@ -5,8 +5,7 @@ of every tensor that a forward returns. Losses, norms and sums stay float32: aut
 the model, `learner.objectives` its own.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,24 +14,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 DType = Literal["float32", "bfloat16"]
 
 
-def autocast_of(dtype: DType, device: str) -> torch.autocast:
-    """What a forward runs in, on a type of device; for float32 it changes nothing.
-
-    A weight is used once in a forward, so a cache of 16-bit copies would save nothing. It would
-    take 2 bytes for each parameter until the end of the forward.
-    """
-    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
-
-
 def compute_in(model: nn.Module, dtype: DType) -> None:
     """Run every forward of `model` in `dtype`, and its backward as well.
 
     Before DDP or FSDP2 wraps it. What the forward returns keeps its type.
+
+    A weight is used once in a forward, so autocast's cache of 16-bit copies would save nothing. It
+    would take 2 bytes for each parameter until the end of the forward.
     """
     if dtype == "bfloat16":
         device = next(model.parameters()).device.type
-        forward: Callable[..., Any] = model.forward
-        model.forward = autocast_of(dtype, device)(forward)
+        in_bfloat16 = torch.autocast(device, torch.bfloat16, cache_enabled=False)
+        model.forward = in_bfloat16(model.forward)
 
 
 def sharded_policy(dtype: DType) -> MixedPrecisionPolicy:

@@ -8,13 +8,12 @@ import base64
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -28,7 +27,6 @@ from shared_contracts.infer import RolloutInferRequest
 # Threads of each process that encode prompts. Pillow, torch and the tokenizer release the GIL, so
 # they run at the same time. More threads than cores only slow each other down.
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
-
 
 # Of encoded prompts that a process keeps: 85 with an image of one megapixel (6 floats a pixel), so
 # that a chunk of 64 can be encoded while servers answer it.
@@ -78,14 +76,13 @@ class PromptEncoder:
         self._running: dict[str, Future[EncodedPrompt]] = {}
         self._kept: OrderedDict[str, EncodedPrompt] = OrderedDict()  # the least recently used first
         self._kept_bytes = 0
-        # Samples of `ahead` that nobody has asked for yet, and the bytes of those that are kept.
+        # Samples of `ahead` that nobody has asked for yet.
         self._ahead: dict[str, Sample] = {}
-        self._ahead_bytes = 0
         self._largest = 0  # bytes of any encoding so far
 
     def __call__(self, sample: Sample) -> EncodedPrompt:
         with self._lock:
-            self._release([sample.sample_id])
+            self._ahead.pop(sample.sample_id, None)
             if (known := self._kept.get(sample.sample_id)) is not None:
                 self._kept.move_to_end(sample.sample_id)
                 self._start_ahead()
@@ -101,15 +98,14 @@ class PromptEncoder:
         """
         wanted = {sample.sample_id: sample for sample in samples}
         with self._lock:
-            known = self._kept.keys() & (wanted.keys() - self._ahead.keys())
-            self._ahead_bytes += sum(self._kept[each].num_bytes for each in known)
             self._ahead |= wanted
             self._start_ahead()
         try:
             yield
         finally:
             with self._lock:
-                self._release(wanted)
+                for sample_id in wanted:
+                    self._ahead.pop(sample_id, None)
                 self._start_ahead()
 
     # All of these need the lock, except `_encode`, which runs in a thread of its own.
@@ -121,13 +117,14 @@ class PromptEncoder:
 
     def _start_ahead(self) -> None:
         """Start what is wanted ahead, as long as encodings of the largest size fit."""
+        waiting = sum(self._kept[each].num_bytes for each in self._ahead if each in self._kept)
         for sample_id, sample in self._ahead.items():
             if len(self._running) >= ENCODING_THREADS:
                 return
             if sample_id in self._kept or sample_id in self._running:
                 continue
-            expected = self._ahead_bytes + (len(self._running) + 1) * self._largest
-            if expected > self._cache_bytes and (self._running or self._ahead_bytes):
+            expected = waiting + (len(self._running) + 1) * self._largest
+            if expected > self._cache_bytes and (self._running or waiting):
                 return
             with suppress(RuntimeError):  # the program ends
                 self._start(sample)
@@ -156,13 +153,7 @@ class PromptEncoder:
             self._kept_bytes -= self._kept.pop(oldest).num_bytes
         self._kept[sample_id] = encoded
         self._kept_bytes += size
-        self._ahead_bytes += size if sample_id in self._ahead else 0
         return True
-
-    def _release(self, sample_ids: Iterable[str]) -> None:
-        for each in sample_ids:
-            if self._ahead.pop(each, None) is not None and each in self._kept:
-                self._ahead_bytes -= self._kept[each].num_bytes
 
 
 def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
@@ -182,13 +173,9 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
             f"the model's processor refuses it ({error})",
             "Replace its images, or remove the line; `learner data check --config` finds every one",
         ) from error
-    ids: torch.Tensor = batch["input_ids"][0]
-    types = batch.get("mm_token_type_ids")
-    if types is None:
-        types = (batch["input_ids"] == getattr(processor, "image_token_id", None)).long()
     return EncodedPrompt(
-        ids=ids,
-        mm_token_types=types[0],
+        ids=batch["input_ids"][0],
+        mm_token_types=batch["mm_token_type_ids"][0],
         pixel_values=batch.get("pixel_values"),
         image_grid_thw=batch.get("image_grid_thw"),
     )

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
 from learner.objectives.objective import Diagnostic, Entry, Objective
@@ -44,20 +44,17 @@ class PipelineConfig(StrictModel):
         description="monitoring modules, written like loss modules; `[]`: none"
     )
 
-    @field_validator("objective")
+    @field_validator("objective", "diagnostics")
     @classmethod
-    def _something_is_declared(
-        cls, modules: tuple[ObjectiveModule, ...]
-    ) -> tuple[ObjectiveModule, ...]:
-        if not modules:
+    def _each_once(cls, modules: tuple[Entry, ...], info: ValidationInfo) -> tuple[Entry, ...]:
+        if not modules and info.field_name == "objective":
             raise Refusal("the list is empty", "Declare at least one module")
-        refuse_all(_listed_twice(modules))
-        return modules
-
-    @field_validator("diagnostics")
-    @classmethod
-    def _each_once(cls, modules: tuple[DiagnosticModule, ...]) -> tuple[DiagnosticModule, ...]:
-        refuse_all(_listed_twice(modules))
+        names = [module.name for module in modules]
+        refuse_all(
+            Refusal(f"'{name}' is listed already", "List every module once", f"[{index}].name")
+            for index, name in enumerate(names)
+            if name in names[:index]
+        )
         return modules
 
     def disagreements(self) -> Iterator[Refusal]:
@@ -65,11 +62,3 @@ class PipelineConfig(StrictModel):
         for index, module in enumerate(self.objective):
             for fault in module.conflicts(enabled) if module.enabled else ():
                 yield Refusal(fault.found, fault.do, f"objective[{index}].{fault.key}")
-
-
-def _listed_twice(modules: Sequence[Entry]) -> Iterator[Refusal]:
-    names = [module.name for module in modules]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            found = f"'{name}' is listed already"
-            yield Refusal(found, "List every module once", f"[{index}].name")

@@ -61,7 +61,23 @@ class TokenCEModule(Objective):
         return self.learns_from_last
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
-        return token_weights(row.roles, row.has_dropped, self.config, channel)
+        """By role (LOSS-01). In channel A all objects are ground truth, and so appended ones."""
+        import torch
+
+        config = self.config
+        table = torch.zeros(len(Role))
+        table[Role.MATCHED_STRUCTURE] = config.rollout_matched_prefix_struct_weight
+        table[[Role.APPENDED_STRUCTURE, Role.CLOSURE]] = 1.0
+        table[Role.APPENDED_DESC] = (
+            config.desc_ce_weight if channel == "A" else config.rollout_fn_desc_weight
+        )
+        weights = table.to(row.roles.device)[row.roles.long()]
+        is_matched, is_appended = (
+            row.roles == role for role in (Role.MATCHED_STRUCTURE, Role.APPENDED_STRUCTURE)
+        )
+        multiplier = config.rollout_drop_invalid_struct_ce_multiplier
+        scaled = (is_matched | is_appended) & row.has_dropped
+        return torch.where(scaled, weights * multiplier, weights)
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
         from learner.objectives.logit_stats import is_description
@@ -78,40 +94,3 @@ class TokenCEModule(Objective):
             mean = last.sum() / selection.totals.struct_weight
             weight = self.config.self_context_struct_ce_weight
             yield Term("struct_ce", "context_text", weight * mean)
-
-
-def role_weights(config: TokenCEConfig, channel: Channel) -> dict[Role, float]:
-    """Cross-entropy weight of each role in a channel (LOSS-01).
-
-    In channel A every object is ground truth, so the appended roles carry its weights.
-    """
-    desc = config.desc_ce_weight if channel == "A" else config.rollout_fn_desc_weight
-    return {
-        Role.PROMPT: 0.0,
-        Role.MATCHED_STRUCTURE: config.rollout_matched_prefix_struct_weight,
-        Role.MATCHED_DESC: 0.0,
-        Role.FALSE_POSITIVE: 0.0,
-        Role.APPENDED_STRUCTURE: 1.0,
-        Role.APPENDED_DESC: desc,
-        Role.COORD: 0.0,
-        Role.CLOSURE: 1.0,
-    }
-
-
-def token_weights(
-    roles: Tensor, has_dropped: Tensor, config: TokenCEConfig, channel: Channel
-) -> Tensor:
-    """Weights of tokens from their roles; (L,), (L,) bool -> (L,) float.
-
-    has_dropped: true where the token's sample lost an invalid object, whose structure
-        weights are multiplied by `rollout_drop_invalid_struct_ce_multiplier`.
-    """
-    import torch
-
-    table = torch.zeros(len(Role))
-    for role, weight in role_weights(config, channel).items():
-        table[role] = weight
-    weights = table.to(roles.device)[roles.long()]
-    structure = (roles == Role.MATCHED_STRUCTURE) | (roles == Role.APPENDED_STRUCTURE)
-    multiplier = config.rollout_drop_invalid_struct_ce_multiplier
-    return torch.where(structure & has_dropped, weights * multiplier, weights)

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from learner.models.packs import IMAGE, Pack
-from learner.models.patches import PackedPatches
+from learner.models.patches import Patches
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.numerics import as_on_cuda
 from tests.unit.fake_step import HostValues
@@ -90,7 +90,7 @@ def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
             values[name] = mode.from_tensor(own) if part.is_meta else own
         elif isinstance(part, Supervision):
             values[name] = moved(own)
-        elif isinstance(part, PackedPatches):
+        elif isinstance(part, Patches):
             values[name] = replace(
                 own,
                 rows={k: mode.from_tensor(row) for k, row in own.rows.items()},

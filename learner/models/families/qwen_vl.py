@@ -8,22 +8,22 @@ become block-diagonal causal attention. With fewer rows segments leak into each 
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from learner.data.lengths import read_json
-from learner.models.families import Multimodal, Part
 from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from learner.models.patches import Patches, SmallestImage
+    from learner.models.patches import Patches
+
+# What has a learning rate of its own.
+Part = Literal["language", "vision", "aligner"]
 
 # The processor refuses images that are longer than this many times their other side.
 MAX_ASPECT = 200
-
 
 # Of transformers' processor, where the checkpoint does not say it.
 _DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
@@ -42,6 +42,7 @@ class QwenImageRule(NamedTuple):
     block: int
     min_pixels: int
     max_pixels: int
+    max_aspect: int = MAX_ASPECT
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> "QwenImageRule":
@@ -63,10 +64,6 @@ class QwenImageRule(NamedTuple):
         if not all(type(value) is int and value > 0 for value in sides + bounds):
             raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
         return cls(sides[0] * sides[1], *bounds)
-
-    @property
-    def max_aspect(self) -> int:
-        return MAX_ASPECT
 
     def tokens(self, width: int, height: int) -> int | None:
         """Tokens of an image, None for one that is too narrow for the processor."""
@@ -110,8 +107,26 @@ def _not_of_qwen(where: Path, found: str) -> ContractError:
     )
 
 
-class QwenVL:
-    """Qwen2-VL, and what all of them have in common; see the module's docstring."""
+class Multimodal(Protocol):
+    """The module between the model and its parts: embeddings, positions, vision.
+
+    config: transformers' config, with `model_type`.
+    """
+
+    config: Any
+
+    def get_input_embeddings(self) -> "nn.Module":
+        """From token ids to embeddings; a call runs the hooks of the module, too."""
+
+
+class Family:
+    """Qwen2-VL, and what all of them have in common; see the module's docstring.
+
+    placeholder: token of the chat template that stands for an image.
+    inputs: what the model takes beside ids and positions, in the order of `vision_inputs`.
+    language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
+    patch_embedding: end of the name of the convolution that `patch_embedding.py` makes a product.
+    """
 
     placeholder = "<|image_pad|>"
     inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
@@ -119,78 +134,66 @@ class QwenVL:
     patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
+        """How many tokens an image takes, by the processor in a folder. Imports no torch."""
         return QwenImageRule.of_checkpoint(folder)
 
-    def inner(self, model: "nn.Module") -> Multimodal:
-        found: Any = model.model
-        inner: Multimodal = found
+    def inner(self, model: Any) -> Multimodal:
+        """The multimodal module of a model for conditional generation."""
+        inner: Multimodal = model.model
         return inner
 
     def part_of(self, name: str) -> Part:
-        """The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`."""
+        """The part of the model that a parameter belongs to.
+
+        The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`.
+        """
         parts = name.split(".")
         if "visual" not in parts:
             return "language"
         return "aligner" if any("merger" in part for part in parts) else "vision"
 
-    def vision_tower(self, inner: Any) -> "nn.Module":
-        found: nn.Module = inner.visual
-        return found
+    def patches(self, inner: Any, grid: "Tensor") -> "Patches":
+        """What the vision tower needs to know of the patches of (images, 3) grids on the host.
 
-    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
-        """By transformers' own functions, as its towers call them."""
-        from transformers.vision_utils import get_vision_position_ids
+        By transformers' own functions, as its towers call them.
+        """
+        from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
-        from learner.models.patches import Patches
+        from learner.models.patches import Patches, Runs
 
-        if grid is None:
-            return None
         rows = {"position_ids": get_vision_position_ids(grid, inner.visual.spatial_merge_size)}
-        frames = ((height * width,) * time for time, height, width in grid.tolist())
-        return Patches(rows, tuple(chain.from_iterable(frames)))
+        return Patches(rows, Runs.of(get_vision_cu_seqlens(grid)))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
+        """The attention modules of the vision tower that attend within windows of an image."""
         return ()
-
-    def smallest_image(self, inner: Any) -> "SmallestImage":
-        import torch
-
-        from learner.models.patches import SmallestImage
-
-        tower = inner.visual
-        side, patch = tower.spatial_merge_size, tower.patch_embed
-        values = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
-        pixels, grid = torch.ones(side * side, values), torch.tensor([[1, side, side]])
-        return SmallestImage(inner.config.image_token_id, pixels, grid)
 
     def positions(
         self, inner: Any, ids: "Tensor", types: "Tensor", grid: "Tensor | None"
     ) -> "Tensor":
+        """Positions of one segment of L tokens, images included; (L,), (L,) -> (4, L)."""
         import torch
 
         spatial, _ = inner.get_rope_index(ids[None], types[None], image_grid_thw=grid)
         text = torch.arange(ids.numel(), dtype=ids.dtype)
         return torch.cat([text[None], spatial[:, 0]])
 
-    def text_positions(self, length: int) -> "Tensor":
-        import torch
-
-        return torch.arange(length).expand(4, -1)
-
     def position_ids(self, positions: "Tensor") -> "Tensor":
+        """What the forward takes for a row of segments; (4, L) -> (4, 1, L).
+
+        Their restarts are what keeps the segments of a pack apart: the forward gets no mask.
+        """
         return positions[:, None]
 
 
-class Qwen25VL(QwenVL):
+class Qwen25VL(Family):
     """Qwen2.5-VL, most of whose layers attend within windows of an image."""
 
-    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+    def patches(self, inner: Any, grid: "Tensor") -> "Patches":
         from transformers.vision_utils import get_vision_window_index
 
-        from learner.models.patches import Windows
+        from learner.models.patches import Runs
 
-        if grid is None or (found := super().patches(inner, grid)) is None:
-            return None
         tower = inner.visual
         index, bounds = get_vision_window_index(
             grid,
@@ -198,7 +201,8 @@ class Qwen25VL(QwenVL):
             window_size=tower.window_size,
             patch_size=tower.patch_size,
         )
-        return replace(found, windows=Windows(index, tuple(bounds.diff().tolist())))
+        found = super().patches(inner, grid)
+        return replace(found, window_index=index, windows=Runs.of(bounds))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
         tower = inner.visual
@@ -206,14 +210,12 @@ class Qwen25VL(QwenVL):
         return frozenset(block.attn for at, block in enumerate(tower.blocks) if at not in whole)
 
 
-class Qwen3VL(QwenVL):
+class Qwen3VL(Family):
     """Qwen3-VL, dense and with experts. It interpolates the position embeddings of patches."""
 
-    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+    def patches(self, inner: Any, grid: "Tensor") -> "Patches":
         from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-        if grid is None or (found := super().patches(inner, grid)) is None:
-            return None
         tower = inner.visual
         indices, weights = get_vision_interpolation_indices_and_weights(
             grid,
@@ -222,10 +224,11 @@ class Qwen3VL(QwenVL):
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=tower.spatial_merge_size,
         )
+        found = super().patches(inner, grid)
         rows = {**found.rows, "interp_indices": indices, "interp_weights": weights}
         return replace(found, rows=rows)
 
 
-QWEN_VL = QwenVL()
+QWEN_VL = Family()
 QWEN2_5_VL = Qwen25VL()
 QWEN3_VL = Qwen3VL()
