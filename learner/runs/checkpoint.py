@@ -134,17 +134,16 @@ class Checkpoints:
 
         If processes wait for each other while they write, a failure ends all of them at once.
         """
-        if self._collective:
-            with self._cleared_on_error():
-                return self._peers.all_gather(written)
         failures: list[Exception] = []
 
-        def attempted() -> dict[str, Any] | None:
+        def attempted() -> dict[str, Any]:
             try:
                 return written()
-            except Exception as error:  # noqa: BLE001 - raised below, once all are done
+            except Exception as error:
+                if self._collective:
+                    raise
                 failures.append(error)
-                return None
+                return {}
 
         def all_well() -> None:
             for failure in failures:
@@ -153,7 +152,7 @@ class Checkpoints:
         with self._cleared_on_error():
             states = self._peers.all_gather(attempted)
             self._peers.all_gather(all_well)
-        return [state for state in states if state is not None]
+        return states
 
     def _cleared_on_error(self) -> AbstractContextManager[None]:
         return removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext()
