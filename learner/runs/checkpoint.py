@@ -179,8 +179,14 @@ class Checkpoints:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Folders with the name of a checkpoint, newest first; whether whole or not."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(((int(m[1]), path) for m, path in named), reverse=True)]
+    named = [path for path in paths if step_of(path) is not None]
+    return sorted(named, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    named = _NAME.fullmatch(checkpoint.name)
+    return int(named[1]) if named else None
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:

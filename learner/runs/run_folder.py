@@ -82,26 +82,18 @@ class RunFolder:
         return list(json_lines(file)) if file.is_file() else []
 
     def calls(self) -> list[dict[str, Any]]:
-        """What it took to get rollouts, of all processes; a line has `step`, or
-        `evaluation_seed`."""
-        return [line for _, line in self._calls()]
+        """What it took to get rollouts, of all processes.
 
-    def calling_ranks(self) -> dict[int, set[int]]:
-        """Processes that noted calls for a step, by step."""
-        ranks: dict[int, set[int]] = {}
-        for rank, line in self._calls():
-            if "step" in line:
-                ranks.setdefault(line["step"], set()).add(rank)
-        return ranks
-
-    def _calls(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every line with the process that wrote it."""
+        A line has `step`, or `evaluation_seed`; and `rank`, the process that wrote it.
+        """
+        lines = []
         for file in sorted(self.path.glob("rollout_calls*.jsonl")):
             named = re.search(r"\.rank(\d+)\.", file.name)
             rank = int(named[1]) if named else 0
             for line in json_lines(file):
                 own = {"step": self._from_1(line["step"])} if "step" in line else {}
-                yield rank, line | own
+                lines.append({**line, **own, "rank": rank})
+        return lines
 
     @cached_property
     def _from_0(self) -> frozenset[int]:
