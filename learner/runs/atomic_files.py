@@ -114,18 +114,13 @@ def _require_writable(where: str, path: Path, folder: Path, do: str) -> None:
 
 
 def publish_text(path: Path, text: str) -> None:
-    """`publish_bytes` of the text in UTF-8."""
-    publish_bytes(path, text.encode())
-
-
-def publish_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary name beside `path`, then rename it to `path`.
+    """Write `text` in UTF-8 to a temporary name beside `path`, then rename it to `path`.
 
     Raises RunError when the disk is full.
     """
     part = path.with_name(path.name + ".part")
     with removed_unless_whole(part), writing(path):
-        part.write_bytes(content)
+        part.write_bytes(text.encode())
         part.rename(path)
 
 

@@ -134,17 +134,16 @@ class Checkpoints:
 
         If processes wait for each other while they write, a failure ends all of them at once.
         """
-        if self._collective:
-            with self._cleared_on_error():
-                return self._peers.all_gather(written)
         failures: list[Exception] = []
 
-        def attempted() -> dict[str, Any] | None:
+        def attempted() -> dict[str, Any]:
             try:
                 return written()
-            except Exception as error:  # noqa: BLE001 - raised below, once all are done
+            except Exception as error:
+                if self._collective:
+                    raise
                 failures.append(error)
-                return None
+                return {}
 
         def all_well() -> None:
             for failure in failures:
@@ -153,7 +152,7 @@ class Checkpoints:
         with self._cleared_on_error():
             states = self._peers.all_gather(attempted)
             self._peers.all_gather(all_well)
-        return [state for state in states if state is not None]
+        return states
 
     def _cleared_on_error(self) -> AbstractContextManager[None]:
         return removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext()
@@ -180,8 +179,14 @@ class Checkpoints:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Folders with the name of a checkpoint, newest first; whether whole or not."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    named = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(((int(m[1]), path) for m, path in named), reverse=True)]
+    named = [path for path in paths if step_of(path) is not None]
+    return sorted(named, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    named = _NAME.fullmatch(checkpoint.name)
+    return int(named[1]) if named else None
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:

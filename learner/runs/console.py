@@ -73,13 +73,9 @@ def number(value: float | None) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if 1e-3 <= abs(value) < 1e15:
-        return f"{value:,.{_places(value)}f}"
+        places = max(0, _DIGITS - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{places}f}"
     return f"{value:.3e}"
-
-
-def _places(value: float) -> int:
-    """Behind the point, for four digits in all."""
-    return max(0, _DIGITS - 1 - math.floor(math.log10(abs(value))))
 
 
 PHASES = ("rollout", "target", "pack", "learn", "push")

@@ -11,7 +11,7 @@ Losses are additive: each pack counts by its share of the step's samples (LOSS-0
 boxes or masks is among the metrics of training; they are for matching alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,8 +34,6 @@ _REDUCTIONS: dict[Kind, Reduction] = {
 }
 _BOTH: tuple[Channel, ...] = ("A", "B")
 _B: tuple[Channel, ...] = ("B",)
-_BESIDE = "asynchronous rollouts"
-_B_OR_BESIDE = f"channel B, or {_BESIDE}"
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,17 @@ class Group:
     metrics: tuple[Metric, ...]
 
 
-def _read(table: str) -> tuple[Metric, ...]:
-    """Metrics of `key | kind | channels | unit | meaning | when`; an indented line goes on."""
+def _read(table: str, prefix: str = "") -> tuple[Metric, ...]:
+    """Metrics of `key | kind | channels | unit | meaning | when`; an indented line goes on.
+
+    prefix: of every key.
+    """
     metrics = []
     for row in table.strip().replace("\n    ", " ").splitlines():
         key, kind, channels, unit, meaning, *when = (part.strip() for part in row.split("|"))
         assert kind in _REDUCTIONS, key
         letters = tuple(letter for letter in _BOTH if letter in channels)
-        metrics.append(Metric(key, kind, unit, meaning, letters, *when))
+        metrics.append(Metric(prefix + key, kind, unit, meaning, letters, *when))
     return tuple(metrics)
 
 
@@ -134,7 +135,8 @@ stage2_ab/async/prefetch_idle_s | seconds | A B | s | time in which the prefetch
     nothing, because enough packs were ready; the longest of all processes | asynchronous rollouts
 """)
 
-_DROPS: dict[DropReason, str] = {
+# Why the parser drops an object.
+DROPS: Mapping[str, str] = {
     "key_invalid": "not closed, no JSON, keys that repeat or nest, or no `object_n`",
     "missing_desc": "no description",
     "missing_geom": "no geometry",
@@ -152,39 +154,37 @@ ANSWER_FAULTS: dict[AnswerFault, str] = {
     "text_behind": "text behind the closed container, which is not read",
 }
 
-
-def _channel_b() -> Iterator[Metric]:
-    def counter(name: str, unit: str, meaning: str) -> Metric:
-        return Metric(f"stage2_ab/channel_b/{name}", "counter", unit, meaning, _B)
-
-    yield counter("N_valid_pred", "objects", "predicted and valid")
-    yield counter("N_drop_invalid", "objects", "predicted and dropped as invalid")
-    for reason in get_args(DropReason):
-        yield counter(f"strict_drop/{reason}", "objects", f"of those: {_DROPS[reason]}")
-    spelled = "of `non_coord_token`: the text spells coordinates, and its ids are not their tokens"
-    yield counter("coord_unaligned", "objects", spelled)
-    yield counter(
-        "invalid_rollout", "answers", "answers without a `{`, or with other text before it"
-    )
-    for fault, meaning in ANSWER_FAULTS.items():
-        yield counter(fault, "answers", f"answers with {meaning}")
-    yield counter("matched", "objects", "predicted and matched to a ground truth")
-    yield counter("false_positives", "objects", "predicted, valid and not matched")
-    yield counter("fn_appended", "objects", "ground truths that were missed, and appended")
-    yield counter("gated", "pairs", "pairs with too little overlap to be matched")
-    key = "stage2_ab/channel_b/match_rate"
-    yield Metric(key, "rate", "1", "matched ground truths / ground truths", _B)
-    meaning = "samples left out: their target cannot be read back, or its end cannot be located"
-    yield counter("closure_supervision/N_drop", "samples", meaning)
-    for name, unit, meaning in (
-        ("removed", "objects", "predicted again, and removed"),
-        ("answers", "answers", "that had such objects"),
-        ("departures", "tokens", "with which they depart from the target; `duplicate_ul`'s"),
-    ):
-        yield Metric(f"dup/{name}", "counter", unit, meaning, _B, "with `prefix: clean`")
-
-
-CHANNEL_B = tuple(_channel_b())
+_DROP_ROWS = "\n".join(
+    f"strict_drop/{reason} | counter | B | objects | of those: {DROPS[reason]}"
+    for reason in get_args(DropReason)
+)
+_FAULT_ROWS = "\n".join(
+    f"{fault} | counter | B | answers | answers with {why}" for fault, why in ANSWER_FAULTS.items()
+)
+CHANNEL_B = _read(
+    f"""
+N_valid_pred | counter | B | objects | predicted and valid
+N_drop_invalid | counter | B | objects | predicted and dropped as invalid
+{_DROP_ROWS}
+coord_unaligned | counter | B | objects | of `non_coord_token`: the text spells coordinates, and
+    its ids are not their tokens
+invalid_rollout | counter | B | answers | answers without a `{{`, or with other text before it
+{_FAULT_ROWS}
+matched | counter | B | objects | predicted and matched to a ground truth
+false_positives | counter | B | objects | predicted, valid and not matched
+fn_appended | counter | B | objects | ground truths that were missed, and appended
+gated | counter | B | pairs | pairs with too little overlap to be matched
+match_rate | rate | B | 1 | matched ground truths / ground truths
+closure_supervision/N_drop | counter | B | samples | samples left out: their target cannot be read
+    back, or its end cannot be located
+""",
+    "stage2_ab/channel_b/",
+) + _read("""
+dup/removed | counter | B | objects | predicted again, and removed | with `prefix: clean`
+dup/answers | counter | B | answers | that had such objects | with `prefix: clean`
+dup/departures | counter | B | tokens | with which they depart from the target; `duplicate_ul`'s |
+    with `prefix: clean`
+""")
 
 
 def _mismatches() -> Iterator[Metric]:
@@ -236,76 +236,63 @@ def _diagnostics() -> Iterator[Metric]:
 
 COORD_DIAG = tuple(_diagnostics())
 
-SYNC_PHASES = {
-    "pause": "server: until its engines are idle and ready to load",
-    "transfer": "server: receiving and loading parameters",
-    "finish": "server: until it answers with the new weights",
-    "total": "the whole push",
-}
+SYNC_PHASES = ("pause", "transfer", "finish", "total")
+_SERVED = "from servers: channel B, or asynchronous rollouts"
+_PUSHED = "after a push to servers"
 
+SERVERS = _read(f"""
+rollout/servers_healthy | peak | A B | servers | servers that can be asked | {_SERVED}
+rollout/servers_lost | counter | A B | times | a process lost a server | {_SERVED}
+rollout/retries | counter | A B | calls | calls that were repeated | {_SERVED}
+rollout/splits | counter | A B | parts | parts of a lost server's requests | {_SERVED}
+sync/fell_back | flag | A B | 0 or 1 | full weights replace the adapter | {_SERVED}
+sync/pushes | counter | A B | pushes | pushes that servers accepted | {_SERVED}
+sync/repushes | counter | A B | pushes | pushes to lost servers | {_SERVED}
+sync/pause_s | seconds | A B | s | slowest push: server: until its engines are idle and ready to
+    load | {_PUSHED}
+sync/transfer_s | seconds | A B | s | slowest push: server: receiving and loading parameters |
+    {_PUSHED}
+sync/finish_s | seconds | A B | s | slowest push: server: until it answers with the new weights |
+    {_PUSHED}
+sync/total_s | seconds | A B | s | slowest push: the whole push | {_PUSHED}
+sync/bytes | peak | A B | bytes | slowest push: payload of a replica | {_PUSHED}
+sync/gb_per_s | rate | A B | GB/s | slowest push: payload / `transfer` | {_PUSHED}
+sync/probe_s | seconds | A B | s | proof of effect | after a push that is proven
+""")
 
-def _servers() -> Iterator[Metric]:
-    def metric(key: str, kind: Kind, unit: str, meaning: str, when: str) -> Metric:
-        return Metric(key, kind, unit, meaning, when=when)
+_ENABLED = "with `eval_detection.enabled`"
+_ANY = f"{_ENABLED}, and there are any"
+_MASKS = f"{_ENABLED} and polygons"
 
-    served = f"from servers: {_B_OR_BESIDE}"
-    pushed = "after a push to servers"
-    yield metric("rollout/servers_healthy", "peak", "servers", "servers that can be asked", served)
-    yield metric("rollout/servers_lost", "counter", "times", "a process lost a server", served)
-    yield metric("rollout/retries", "counter", "calls", "calls that were repeated", served)
-    yield metric("rollout/splits", "counter", "parts", "parts of a lost server's requests", served)
-    yield metric("sync/fell_back", "flag", "0 or 1", "full weights replace the adapter", served)
-    yield metric("sync/pushes", "counter", "pushes", "pushes that servers accepted", served)
-    yield metric("sync/repushes", "counter", "pushes", "pushes to lost servers", served)
-    for phase, meaning in SYNC_PHASES.items():
-        yield metric(f"sync/{phase}_s", "seconds", "s", f"slowest push: {meaning}", pushed)
-    yield metric("sync/bytes", "peak", "bytes", "slowest push: payload of a replica", pushed)
-    yield metric("sync/gb_per_s", "rate", "GB/s", "slowest push: payload / `transfer`", pushed)
-    yield metric("sync/probe_s", "seconds", "s", "proof of effect", "after a push that is proven")
-
-
-SERVERS = tuple(_servers())
-
-
-_AREAS = {"small": "up to 32^2", "medium": "32^2 to 96^2", "large": "above 96^2"}
-_DETECTION = "with `eval_detection.enabled`"
-
-
-def _evaluation() -> Iterator[Metric]:
-    def metric(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
-        return Metric(f"eval/{name}", kind, unit, meaning, ())
-
-    def precision(name: str, meaning: str, when: str = _DETECTION) -> Metric:
-        return Metric(f"eval/{name}", "whole", "1", meaning, (), when)
-
-    yield metric("precision", "rate", "1", "hits / predicted objects")
-    yield metric("recall", "rate", "1", "hits / ground truths")
-    yield metric("f1", "rate", "1", "2 hits / (predicted objects + ground truths)")
-    yield metric("f1_95", "rate", "1", "the same where a hit needs an IoU of 0.95")
-    yield metric("f1_miou", "rate", "1", "mean of the F1 at IoU 0.50, 0.55, ... 0.95")
-    yield metric("box_f1", "rate", "1", "F1, descriptions ignored")
-    repeats = "predicted with the description of an earlier one and an IoU of at least 0.9 with it"
-    yield metric("duplicates", "rate", "objects/answer", repeats)
-    whole = "predicted on 95 % of the image or more, and no hit"
-    yield metric("oversized", "rate", "objects/answer", whole)
-    yield metric("predicted", "counter", "objects", "predicted and valid; by LVIS, judged")
-    yield metric("ground_truths", "counter", "objects", "annotated")
-    yield metric("dropped", "counter", "objects", "predicted and dropped as invalid")
-    yield precision("ap", "COCO's or LVIS's average precision of boxes, IoU 0.50 to 0.95")
-    yield precision("ap50", "the same at IoU 0.50")
-    yield precision("ap75", "the same at IoU 0.75")
-    for size, area in _AREAS.items():
-        when = f"{_DETECTION}, and there are any"
-        yield precision(f"ap_{size}", f"`eval/ap` of objects of {area} pixels", when)
-    yield precision("ar", "COCO's average recall of boxes, 100 detections an image")
-    yield precision("box_ap", "`eval/ap`, descriptions ignored")
-    yield precision("box_ap50", "`eval/ap50`, descriptions ignored")
-    masks = f"{_DETECTION} and polygons"
-    for at in ("ap", "ap50", "ap75"):
-        yield precision(f"segm_{at}", f"`eval/{at}` of masks in place of boxes", masks)
-
-
-EVALUATION = tuple(_evaluation())
+EVALUATION = _read(
+    f"""
+precision | rate | - | 1 | hits / predicted objects
+recall | rate | - | 1 | hits / ground truths
+f1 | rate | - | 1 | 2 hits / (predicted objects + ground truths)
+f1_95 | rate | - | 1 | the same where a hit needs an IoU of 0.95
+f1_miou | rate | - | 1 | mean of the F1 at IoU 0.50, 0.55, ... 0.95
+box_f1 | rate | - | 1 | F1, descriptions ignored
+duplicates | rate | - | objects/answer | predicted with the description of an earlier one and an
+    IoU of at least 0.9 with it
+oversized | rate | - | objects/answer | predicted on 95 % of the image or more, and no hit
+predicted | counter | - | objects | predicted and valid; by LVIS, judged
+ground_truths | counter | - | objects | annotated
+dropped | counter | - | objects | predicted and dropped as invalid
+ap | whole | - | 1 | COCO's or LVIS's average precision of boxes, IoU 0.50 to 0.95 | {_ENABLED}
+ap50 | whole | - | 1 | the same at IoU 0.50 | {_ENABLED}
+ap75 | whole | - | 1 | the same at IoU 0.75 | {_ENABLED}
+ap_small | whole | - | 1 | `eval/ap` of objects of up to 32^2 pixels | {_ANY}
+ap_medium | whole | - | 1 | `eval/ap` of objects of 32^2 to 96^2 pixels | {_ANY}
+ap_large | whole | - | 1 | `eval/ap` of objects of above 96^2 pixels | {_ANY}
+ar | whole | - | 1 | COCO's average recall of boxes, 100 detections an image | {_ENABLED}
+box_ap | whole | - | 1 | `eval/ap`, descriptions ignored | {_ENABLED}
+box_ap50 | whole | - | 1 | `eval/ap50`, descriptions ignored | {_ENABLED}
+segm_ap | whole | - | 1 | `eval/ap` of masks in place of boxes | {_MASKS}
+segm_ap50 | whole | - | 1 | `eval/ap50` of masks in place of boxes | {_MASKS}
+segm_ap75 | whole | - | 1 | `eval/ap75` of masks in place of boxes | {_MASKS}
+""",
+    "eval/",
+)
 
 # Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
 METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + MISMATCH + LOSSES + COORD_DIAG + SERVERS + EVALUATION

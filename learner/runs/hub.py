@@ -40,14 +40,12 @@ def require_hub_access(where: str, repository: str) -> None:
     except OfflineModeIsEnabled as error:
         found = f"{repository}, and HF_HUB_OFFLINE is set"
         raise ContractError(where, found, "Unset it, or push nothing") from error
-    except HfHubHTTPError as error:
-        if error.response.status_code != 401:
-            raise _unreachable(where, constants.ENDPOINT, error) from error
-        raise ContractError(
-            where, f"{repository}, and {constants.ENDPOINT} refuses the token", _LOGIN
-        ) from error
     except (httpx.HTTPError, OSError) as error:
-        raise _unreachable(where, constants.ENDPOINT, error) from error
+        found = f"{constants.ENDPOINT} does not say whose the token is ({error})"
+        do = "See that this machine reaches it, or push nothing"
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            found, do = f"{repository}, and {constants.ENDPOINT} refuses the token", _LOGIN
+        raise ContractError(where, found, do) from error
     role = who.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         found = f"{repository}, and the token of {who['name']} may only read"
@@ -61,11 +59,6 @@ def require_hub_access(where: str, repository: str) -> None:
             f"{', '.join(owners)}",
             "Name a repository of one of them, or use another token",
         )
-
-
-def _unreachable(where: str, endpoint: str, error: Exception) -> ContractError:
-    do = "See that this machine reaches it, or push nothing"
-    return ContractError(where, f"{endpoint} does not say whose the token is ({error})", do)
 
 
 def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:

@@ -12,10 +12,9 @@ each has a payload of its own. Only `over_processes` imports torch.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -67,12 +66,6 @@ class Payload:
         """Take over what another part of the step has counted."""
         self.sums[:] += other.sums
         self.peaks[:] = np.maximum(self.peaks, other.peaks)
-
-    def reduced(
-        self, all_sum: Callable[[Array], Array], all_max: Callable[[Array], Array]
-    ) -> "Payload":
-        """The payload of all processes; each of them calls it once."""
-        return Payload(all_sum(self.sums), all_max(self.peaks))
 
     def metrics(self) -> dict[str, float]:
         """Numbers by key, in the order of the declaration. A rate of nothing is 0."""
@@ -215,6 +208,5 @@ def over_processes(payload: Payload, device: "torch.device") -> Payload:
         combined: Array = tensor.cpu().numpy()
         return combined
 
-    return payload.reduced(
-        partial(all_reduce, op=dist.ReduceOp.SUM), partial(all_reduce, op=dist.ReduceOp.MAX)
-    )
+    sums = all_reduce(payload.sums, dist.ReduceOp.SUM)
+    return Payload(sums, all_reduce(payload.peaks, dist.ReduceOp.MAX))

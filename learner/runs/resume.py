@@ -155,9 +155,7 @@ def prepare_folder(folder: Path, start: Start) -> None:
     clear_unfinished(folder)
     if start.checkpoint is not None:
         set_broken_aside(folder, start.checkpoint)
-        truncate_logs(folder, start.checkpoint.manifest.logs, start.step)
-    else:
-        truncate_logs(folder, {}, 0)
+    truncate_logs(folder, start.checkpoint.manifest.logs if start.checkpoint else {}, start.step)
 
 
 def data_digest(path: Path) -> str:

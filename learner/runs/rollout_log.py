@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -188,11 +188,12 @@ class LoggedAnswer(_Record):
     logprobs: Annotated[list[float] | None, Field(exclude_if=lambda value: value is None)] = None
 
     @classmethod
-    def of(cls, assessed: AssessedRollout) -> "LoggedAnswer":
-        """The part of an assessed rollout that replay needs."""
+    def of(cls, assessed: AssessedRollout, **own: Any) -> Self:
+        """The part of an assessed rollout that replay needs. own: fields of a subclass."""
         sample, rollout, parsed, match, target, left_out, _, duplicates = assessed
         return cls(
             **vars(rollout),
+            **own,
             sample_id=sample.sample_id,
             images=list(sample.images),
             width=sample.width,
@@ -284,13 +285,11 @@ class RolloutLog:
         """
         file = answers_file(self._folder, step, self._rank)
         file.parent.mkdir(exist_ok=True)
-        left = iter(places)
-        lines = [
-            self._line(step, each, next(left, None) if each.target else None) for each in assessed
-        ]
+        left, lines = iter(places), []
+        for each in assessed:
+            place = next(left, None) if each.target else None
+            answer = StepAnswer.of(
+                each, step=step, rank=self._rank, chunk=each.chunk, segment=place
+            )
+            lines.append(answer.model_dump_json() + "\n")
         publish_text(file, "".join(lines))
-
-    def _line(self, step: int, assessed: AssessedRollout, place: Place | None) -> str:
-        answer: dict[str, Any] = dict(LoggedAnswer.of(assessed))
-        own = StepAnswer(step=step, rank=self._rank, chunk=assessed.chunk, segment=place, **answer)
-        return own.model_dump_json() + "\n"

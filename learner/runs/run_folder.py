@@ -82,26 +82,18 @@ class RunFolder:
         return list(json_lines(file)) if file.is_file() else []
 
     def calls(self) -> list[dict[str, Any]]:
-        """What it took to get rollouts, of all processes; a line has `step`, or
-        `evaluation_seed`."""
-        return [line for _, line in self._calls()]
+        """What it took to get rollouts, of all processes.
 
-    def calling_ranks(self) -> dict[int, set[int]]:
-        """Processes that noted calls for a step, by step."""
-        ranks: dict[int, set[int]] = {}
-        for rank, line in self._calls():
-            if "step" in line:
-                ranks.setdefault(line["step"], set()).add(rank)
-        return ranks
-
-    def _calls(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every line with the process that wrote it."""
+        A line has `step`, or `evaluation_seed`; and `rank`, the process that wrote it.
+        """
+        lines = []
         for file in sorted(self.path.glob("rollout_calls*.jsonl")):
             named = re.search(r"\.rank(\d+)\.", file.name)
             rank = int(named[1]) if named else 0
             for line in json_lines(file):
                 own = {"step": self._from_1(line["step"])} if "step" in line else {}
-                yield rank, line | own
+                lines.append({**line, **own, "rank": rank})
+        return lines
 
     @cached_property
     def _from_0(self) -> frozenset[int]:
@@ -188,48 +180,35 @@ _PROC = Path("/proc")
 
 
 def identity_of_this_process() -> dict[str, Any]:
-    """host, pid and start of this process, and the pid namespace that the pid is of.
-
-    Hosts may share a name, and the first namespace of every host has the same number: `boot_id`
-    tells them apart.
-    """
+    """Host, pid and start of this process, and where the pid is valid."""
     return {
         "host": socket.gethostname(),
-        "boot_id": _boot_id(),
+        **_pid_space(),
         "pid": os.getpid(),
-        "pid_namespace": _namespace(),
         "start_ticks": _start_ticks(os.getpid()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def is_alive(identity: dict[str, Any]) -> bool | None:
-    """None where it cannot be seen from here: another host, another container, or another boot.
+def is_alive(identity: dict[str, Any]) -> bool:
+    """False for a process that cannot be seen from here: of another container, or another boot."""
+    here = _pid_space()
+    seen = bool(here) and here.items() <= identity.items()
+    return bool(seen and _start_ticks(identity["pid"]) == identity["start_ticks"])
 
-    An identity of an earlier version has no `boot_id`.
+
+def _pid_space() -> dict[str, str]:
+    """The namespace of pids and the boot of the machine; empty where /proc does not have them.
+
+    The first namespace of every machine has the same number.
     """
-    here = (socket.gethostname(), _namespace())
-    if None in here or (identity.get("host"), identity.get("pid_namespace")) != here:
-        return None
-    if "boot_id" in identity and identity["boot_id"] != _boot_id():
-        return None
-    return bool(_start_ticks(identity["pid"]) == identity["start_ticks"])
-
-
-def _namespace() -> str | None:
-    """Linux only."""
     try:
-        return str((_PROC / "self/ns/pid").readlink())
+        return {
+            "boot_id": (_PROC / "sys/kernel/random/boot_id").read_text().strip(),
+            "pid_namespace": str((_PROC / "self/ns/pid").readlink()),
+        }
     except OSError:
-        return None
-
-
-def _boot_id() -> str | None:
-    """Of this start of the kernel, in every container on it; Linux only."""
-    try:
-        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+        return {}
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +27,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from learner.config.load import dump_resolved
 from learner.config.schema import Config
 from learner.config.training import TrainingConfig
 from learner.data.order import BatchOrder
@@ -88,7 +86,7 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunA
         report_to="none",
         run_name=training.run_name,
         disable_tqdm=True,
-        rollmatch=yaml.safe_load(dump_resolved(config)),
+        rollmatch=config.model_dump(mode="json"),
         **sharding,
     )
     if sharding:

@@ -9,7 +9,6 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,20 +69,6 @@ ATOMS = st.builds(
     Atom, st.sampled_from(list(KINDS)), st.integers(-(2**40), 2**40), st.integers(0, 999)
 )
 RANKS = st.lists(st.lists(ATOMS, max_size=8), min_size=1, max_size=3)
-
-
-@pytest.mark.req("MET-01")
-@given(RANKS)
-def test_reduced_payloads_equal_plainly_combined_parts(ranks: list[list[Atom]]) -> None:
-    payloads = [payload_of(atoms) for atoms in ranks]
-    reduced = [
-        payload.reduced(
-            lambda _: np.sum([p.sums for p in payloads], axis=0),
-            lambda _: np.max([p.peaks for p in payloads], axis=0),
-        ).metrics()
-        for payload in payloads
-    ]
-    assert all(metrics == plain_metrics(ranks) for metrics in reduced)
 
 
 @pytest.mark.req("MET-01")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.analysis.report.page import inert_json
 from learner.analysis.report.run_page import renew, reported, write_report
 from learner.commands.look import report as report_command
 from shared_contracts.errors import ContractError, RunError
@@ -127,7 +126,6 @@ def test_text_of_answers_is_never_markup(tmp_path: Path) -> None:
     assert card["dropped"] == [[EVIL, "key_invalid"]]
     assert [item["desc"] for item in card["objects"]] == [EVIL, EVIL, "ловушка"]
     assert re.fullmatch(r"[\w.-]+", card["slug"])
-    assert not set("<>&\u2028\u2029") & set(inert_json({"a": "</script><!--\u2028\u2029&"}))
     assert EVIL in page.text
 
 

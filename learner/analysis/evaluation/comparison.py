@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from learner.analysis.evaluation.folder import ANSWERS, read_answers
-from learner.analysis.evaluation.scores import IOU_THRESHOLDS, ScoredAnswer
+from learner.analysis.evaluation.scores import ScoredAnswer
 from learner.data.show import new_table
 from learner.runs.run_folder import EVALUATIONS
 from shared_contracts.errors import ContractError
@@ -152,15 +152,9 @@ def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
     return {name: np.array(values, dtype=np.float64) for name, values in counts.items()}
 
 
-def _f1(totals: Totals, at: int) -> Array:
-    both = totals["predicted"] + totals["truths"]
-    f1: Array = 2 * totals["hits"][..., at] / np.maximum(both, 1)
+def _f1(totals: Totals, hits: Array) -> Array:
+    f1: Array = 2 * hits / np.maximum(totals["predicted"] + totals["truths"], 1)
     return f1
-
-
-def _mean_f1(totals: Totals) -> Array:
-    mean: Array = np.mean([_f1(totals, at) for at in range(len(IOU_THRESHOLDS))], axis=0)
-    return mean
 
 
 def _hits_per(name: str) -> Callable[[Totals], Array]:
@@ -172,9 +166,9 @@ def _per_answer(name: str) -> Callable[[Totals], Array]:
 
 
 SCORES: dict[str, Callable[[Totals], Array]] = {
-    "F1": lambda totals: _f1(totals, 0),
-    "F1 at IoU 0.95": lambda totals: _f1(totals, -1),
-    "F1@mIoU": _mean_f1,
+    "F1": lambda totals: _f1(totals, totals["hits"][..., 0]),
+    "F1 at IoU 0.95": lambda totals: _f1(totals, totals["hits"][..., -1]),
+    "F1@mIoU": lambda totals: _f1(totals, totals["hits"].mean(axis=-1)),
     "precision": _hits_per("predicted"),
     "recall": _hits_per("truths"),
     "objects an answer": _per_answer("predicted"),

@@ -13,7 +13,6 @@ steps, and `learner eval` writes folders with other names.
 import json
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,13 +69,13 @@ class Scored:
 
     def numbers(self) -> dict[str, Any]:
         """For `scores.json`; null without ground truth."""
-        faults = Counter[str](truncated=0, invalid=0, repeat_terminated=0)
-        for answer in self.answers:
-            faults["truncated"] += answer.parse.truncated
-            faults["invalid"] += answer.parse.invalid
-            faults["repeat_terminated"] += answer.repeat_terminated
         return {
-            "answers": {"count": len(self.answers), **faults},
+            "answers": {
+                "count": len(self.answers),
+                "truncated": sum(answer.parse.truncated for answer in self.answers),
+                "invalid": sum(answer.parse.invalid for answer in self.answers),
+                "repeat_terminated": sum(answer.repeat_terminated for answer in self.answers),
+            },
             "iou_threshold": IOU_THRESHOLD,
             "scores": {
                 **{name: getattr(self.scores, name) for name in _DERIVED},
@@ -96,20 +95,15 @@ def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> Non
 
     Raises RunError when the disk is full.
     """
-    with writing(out), publish_directory(out) as part:
-        write_files(part, scored, facts)
-
-
-def write_files(folder: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
-    """Write the files of an evaluation into an existing folder."""
     lines = [answer.model_dump_json() + "\n" for answer in scored.answers]
-    publish_text(folder / GROUND_TRUTH, _json(scored.files.ground_truth))
-    publish_text(folder / DETECTIONS, _json(scored.files.detections))
-    publish_text(folder / ANSWERS, "".join(lines))
     numbers = scored.numbers()
-    publish_text(folder / SCORES, _json({**facts, **numbers}, indent=2))
     shown = {key: value for key, value in facts.items() if isinstance(value, str)}
-    write_gallery(scored.answers, folder / REPORT, "Evaluation", shown, numbers)
+    with writing(out), publish_directory(out) as part:
+        publish_text(part / GROUND_TRUTH, _json(scored.files.ground_truth))
+        publish_text(part / DETECTIONS, _json(scored.files.detections))
+        publish_text(part / ANSWERS, "".join(lines))
+        publish_text(part / SCORES, _json({**facts, **numbers}, indent=2))
+        write_gallery(scored.answers, part / REPORT, "Evaluation", shown, numbers)
 
 
 def read_answers(path: Path) -> list[ScoredAnswer]:

@@ -103,7 +103,10 @@ class StepLog:
         self._run = run
         steps = (line for line in run.metrics() if "step/channel_b" in line)
         self._metrics = {line["step"]: line for line in steps}
-        self._ranks = run.calling_ranks()
+        self._ranks: dict[int, set[int]] = {}
+        for line in run.calls():
+            if "step" in line:
+                self._ranks.setdefault(line["step"], set()).add(line["rank"])
 
     @property
     def steps(self) -> list[int]:

@@ -15,9 +15,9 @@ from rich.text import Text
 from learner.analysis.replay.compare import NOTHING, STAGES, Difference, Replayed
 from learner.analysis.replay.rebuild import listed
 from learner.analysis.report.answers import faults_of
-from learner.analysis.report.findings import drop_meanings
 from learner.data.show import new_table, plain
 from learner.runs.console import counted
+from learner.runs.declared import DROPS
 from learner.runs.rollout_log import LoggedTarget, StepAnswer
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import AssessedRollout, Role, Shape, Target
@@ -89,7 +89,7 @@ def _objects(assessed: AssessedRollout) -> Table:
         result = Text("removed, repeats an earlier object", "yellow")
         table.add_row(plain(found.key), plain(found.desc), _bins(found.shape), result)
     for key, reason in parsed.dropped:
-        result = Text(f"dropped, {reason}: {drop_meanings()[reason]}", "yellow")
+        result = Text(f"dropped, {reason}: {DROPS[reason]}", "yellow")
         table.add_row(plain(key), "", "", result)
     return table
 

@@ -10,12 +10,11 @@ from typing import Literal
 from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally
 from learner.analysis.report.run_view import Line, Point, RunView, mean, points_of
 from learner.runs.console import counted, fraction, number, score
-from learner.runs.declared import ANSWER_FAULTS, CHANNEL_B
+from learner.runs.declared import ANSWER_FAULTS, DROPS
 
 Weight = Literal["bad", "look", "good"]
 
 B = "stage2_ab/channel_b/"
-DROPS = f"{B}strict_drop/"
 GUARD = "rollout/repeat_terminate_triggered_sequences"
 
 # Shares.
@@ -52,22 +51,12 @@ def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
     return sorted(found, key=lambda finding: weights.index(finding.weight))
 
 
-def drop_meanings() -> dict[str, str]:
-    """Why the parser drops an object, by reason."""
-    return {
-        metric.key.removeprefix(DROPS): metric.meaning.removeprefix("of those: ")
-        for metric in CHANNEL_B
-        if metric.key.startswith(DROPS)
-    }
-
-
 def dropped_objects(run: RunView) -> list[Counted]:
     """Every reason, the most frequent first, with its share of all predicted objects."""
-    meanings = drop_meanings()
-    totals = {reason: run.total(DROPS + reason) for reason in meanings}
+    totals = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
     predicted = run.total(f"{B}N_valid_pred") + sum(totals.values())
     ordered = sorted(totals.items(), key=lambda item: -item[1])
-    return [Counted.of(reason, meanings[reason], count, predicted) for reason, count in ordered]
+    return [Counted.of(reason, DROPS[reason], count, predicted) for reason, count in ordered]
 
 
 def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:

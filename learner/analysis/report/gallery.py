@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from learner.analysis.report.answers import FAULTS, faults_of
-from learner.analysis.report.findings import drop_meanings
 from learner.data.images import UnreadableImage, open_upright
+from learner.runs.declared import DROPS
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject, StepAnswer, f1_of
 from learner.stages.matching import mask_iou
 from learner.types import GeometryKind, normalized
@@ -110,7 +110,7 @@ def gallery(
         "pictures": [asdict(picture) for picture in pictures],
         "faults": list(FAULTS),
         "roles": ROLES,
-        "drops": drop_meanings(),
+        "drops": DROPS,
         "logged": logged,
         "replay": replay,
     }

@@ -5,7 +5,6 @@ The content security policy of a page allows no request, and no script but its o
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from learner.runs.atomic_files import publish_text
-
-# Characters that would end a script element, or begin a comment in it.
-_INERT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +68,6 @@ def asset(name: str) -> str:
     return (files("learner.analysis.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def inert_json(value: Any) -> str:
-    """JSON for a script element; no string in it is markup. Raises ValueError for NaN."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_INERT)
-
-
 def link(text: str, url: str) -> Markup:
     """A cell of a table that is a link."""
     return Markup('<a href="{}">{}</a>').format(url, text)
@@ -106,6 +96,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["inert_json"] = lambda value: Markup(inert_json(value))
+    as_json = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = as_json
     environment.filters["code"] = _code
     return environment

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from urllib.parse import quote
 
 from learner.analysis.report.page import Tile
 from learner.config import Config
-from learner.runs.checkpoint import checkpoints_in
+from learner.runs.checkpoint import checkpoints_in, step_of
 from learner.runs.console import channel_of, duration, number, score
 from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RunFolder, total_steps
 from shared_contracts.errors import ContractError
@@ -26,7 +25,6 @@ Line = dict[str, Any]
 # (step, value); the value is None where it was not a finite number.
 Point = tuple[int, float | None]
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MEAN_OF = 10
 
 
@@ -196,12 +194,9 @@ def _step_of(run: RunView, checkpoint: Path) -> int | None:
     """None for weights of another run, or of steps that the run has discarded."""
     if checkpoint == run.config.model.model:
         return 0
-    named = _CHECKPOINT.fullmatch(checkpoint.name)
     of_run = {run.folder.path.resolve(), Path(run.config.training.output_dir).resolve()}
-    if named is None or checkpoint.parent.resolve() not in of_run:
-        return None
-    step = int(named[1])
-    return step if step <= run.last_step else None
+    step = step_of(checkpoint) if checkpoint.parent.resolve() in of_run else None
+    return step if step is not None and step <= run.last_step else None
 
 
 def state(run: RunView) -> str:
