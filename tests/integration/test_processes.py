@@ -268,12 +268,12 @@ def test_a_sharded_run_resumes_from_a_checkpoint_that_plain_transformers_loads(
 
 
 def broken_for_process_1(
-    world: World, folder: Path, parallel: str = "ddp", on_bad_sample: str = "stop"
+    world: World, folder: Path, on_bad_sample: str = "stop"
 ) -> tuple[Path, str]:
     """A run's YAML, and the name of an image that process 1 alone reads, in its second step."""
     data = make_data(folder / "data", train=24, val=4, seed=1)
     config = small_mapping(world.model, data, folder / "run")
-    config["training"] |= {"effective_batch_size": 8, "data_parallel": parallel}
+    config["training"] |= {"effective_batch_size": 8}
     config["data"] |= {"on_bad_sample": on_bad_sample}
     (folder / "run.yaml").write_text(dump_mapping(config))
     order = order_of(load_config(folder / "run.yaml"), 24, processes=2)
@@ -284,11 +284,10 @@ def broken_for_process_1(
 
 
 @pytest.mark.req("DDP-01")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_an_error_of_one_process_ends_both_with_its_text(
-    world: World, tmp_path: Path, started: Nursery, parallel: str
+    world: World, tmp_path: Path, started: Nursery
 ) -> None:
-    yaml, broken = broken_for_process_1(world, tmp_path, parallel)
+    yaml, broken = broken_for_process_1(world, tmp_path)
     ranks = started.start(yaml, 2, tmp_path / "log")
     codes = ranks.wait(timeout_s=RUN_S)
     logs = [ranks.log(rank) for rank in range(2)]
@@ -301,7 +300,7 @@ def test_an_error_of_one_process_ends_both_with_its_text(
 def test_a_sample_that_one_process_cannot_decode_is_replaced(
     world: World, tmp_path: Path, started: Nursery
 ) -> None:
-    yaml, broken = broken_for_process_1(world, tmp_path, on_bad_sample="skip")
+    yaml, broken = broken_for_process_1(world, tmp_path, "skip")
     ranks = started.start(yaml, 2, tmp_path / "log")
     codes = ranks.wait(timeout_s=RUN_S)
     assert codes == [0, 0], ranks.tails()

@@ -76,13 +76,14 @@ NO_PUSHES = [call_line(step, "the learner", pushes=[]) for step in (2, 4)]
             MadeRun(Path(), [step_line(2)], NO_PUSHES, [answer()], {"rollout_backend": "hf"}),
             "No weights were pushed to a server.",
         ),
+        (MadeRun(Path(), [step_line(1), step_line(2)]), "Not finished: step 2 of 3. The last line"),
         (made(Path()), "Finished: 20 steps in 1m00s."),
         (
             MadeRun(Path(), [*NO_NUMBERS, {"step": 59, "eval/f1": None}]),
             "The loss was not a finite number in 59 steps (first: step 1)",
         ),
     ],
-    ids=["channel A", "nothing", "no answers", "no server", "both channels", "no numbers"],
+    ids=["channel A", "nothing", "no answers", "no server", "going on", "over", "no numbers"],
 )
 def test_every_kind_of_run_has_a_report(run: MadeRun, text: str, tmp_path: Path) -> None:
     assert text in report(replace(run, path=tmp_path))
