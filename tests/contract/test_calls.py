@@ -69,12 +69,7 @@ def test_retried_call_gets_its_answer_without_a_generation(server: RunningServer
     assert grown["rollout_calls_total repeated"] == 1
     assert grown["rollout_generated_tokens_total"] == 0
     assert post(server, request_id="another").content != first.content
-
-
-@pytest.mark.req("DIST-05")
-def test_an_id_is_refused_for_another_body(server: RunningServer) -> None:
-    assert post(server, request_id="taken").status_code == 200
-    refused = post(server, request_id="taken", requests=2)
+    refused = post(server, request_id="retried", requests=2)
     assert (refused.status_code, refused.json()["where"]) == (422, "request_id")
 
 

@@ -60,14 +60,13 @@ class Case:
     options: tuple[str, ...] = ()
 
 
-# A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py).
+# A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py), an untied one that
+# of test_replicas.py.
 FLOAT32 = {
-    "qwen2_5_vl": Case("qwen2_5_vl", True, "gloo"),
+    "two replicas of qwen2_5_vl": Case("qwen2_5_vl", True, "gloo", ("--replicas", "2")),
     "qwen3_vl_moe": Case("qwen3_vl_moe", False, "gloo"),
 }
 CASES = FLOAT32 | {
-    "two replicas": Case("qwen3_vl", False, "ipc", ("--replicas", "2")),
-    "bfloat16": Case("qwen3_vl", True, "gloo", ("--dtype", "bfloat16")),
     "tensor parallel": Case(
         "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
     ),

@@ -157,6 +157,7 @@ def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     assert replicas.http.get("/health/").status_code == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.req("SRV-05")
 def test_server_that_is_stopped_and_continued_loses_no_replica(replicas: RunningServer) -> None:
     """SIGSTOP of all processes, in the middle of a call, for longer than `hang_seconds`."""

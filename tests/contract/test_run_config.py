@@ -56,7 +56,8 @@ def test_server_and_learner_read_the_same_of_every_shipped_config() -> None:
             assert getattr(server, name) == getattr(learner, name), path
 
 
-@pytest.mark.req("REP-04", "CFG-04", "SRV-03")
+@pytest.mark.req("REP-01", "REP-04", "CFG-04", "CFG-09", "SRV-03")
+@pytest.mark.scenario("Existing YAML enables repeat-aware behavior in vLLM mode")
 def test_guard_and_batch_come_from_a_file_and_its_base(tmp_path: Path) -> None:
     parent = training_yaml(tmp_path, "parent.yaml", repeat_terminate=GUARD, decode_batch_size=12)
     assert settings_of(parent).repeat_terminate == RepeatTerminateConfig(**GUARD)

@@ -163,7 +163,10 @@ def comparable(outputs: Answers) -> Answers:
     return [{key: v for key, v in output.items() if key != "weights_version"} for output in outputs]
 
 
-@pytest.mark.req("ARCH-03", "ROLL-01", "ROLL-03", "SYNC-07", "REP-03", "SEED-02", "CFG-09")
+@pytest.mark.req(
+    "ARCH-03", "ROLL-01", "ROLL-03", "SYNC-07", "REP-03", "SEED-02", "CFG-09", "CHB-01"
+)
+@pytest.mark.scenario("Backend implementation swap preserves rollout contract")
 @pytest.mark.timeout(600)
 def test_all_backends_answer_alike(
     tied: Path, other_tied: Path, data: Path, tmp_path: Path

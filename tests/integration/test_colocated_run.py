@@ -1,11 +1,15 @@
-"""Scenarios of a run that starts its rollout server itself, on a real one (seeds 000, 001).
+"""Scenarios of runs that start their rollout server themselves, on a real one (seeds 000, 001).
 
-The untrained model repeats itself, so the guard ends its answers.
+Two learner processes have one worker of the server each. The untrained model repeats itself, so the
+guard ends its answers.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,33 +17,61 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, parse_config
-from learner.data.toy import make_data
+from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.runs.rollout_log import StepAnswer
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
+from tests.contract.running_server import children, wait_until_gone
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LEARNER = [sys.executable, "-c", "from learner.cli import main; main()"]
-STEPS, SAMPLES = 2, 4
+PROCESSES, STEPS, SAMPLES = 2, 2, 4
+LEARNER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LEARNER += ["--nproc-per-node", str(PROCESSES), str(Path(sys.executable).with_name("learner"))]
+LIMIT_S = 400.0  # only a run that hangs takes so long
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
 )
-MAX_NEW_TOKENS = 24
+OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 
 
-@dataclass(frozen=True)
 class Run:
-    """A finished run: its config and its logs."""
+    """A started run whose every push is proven by the answers of the server; it has a `log`."""
 
-    config: dict[str, Any]
-    folder: Path
+    def __init__(self, world: "World", folder: Path, **sections: Any) -> None:
+        rollout = {
+            "rollout_backend": "vllm",
+            "max_new_tokens": 24,
+            "repeat_terminate": GUARD.model_dump(),
+        }
+        self.config = small_mapping(
+            world.model,
+            world.data,
+            folder / "run",
+            training={"effective_batch_size": SAMPLES} | sections.get("training", {}),
+            stage2_ab={"schedule": {"b_ratio": 1.0}},
+            rollout_matching=rollout | sections.get("rollout_matching", {}),
+        )
+        vllm = {"mode": "colocate", "max_model_len": 640, "sync": {"verify": "full"}}
+        self.config["rollout_matching"]["vllm"] = vllm
+        self.folder, file = folder / "run", folder / "run.yaml"
+        file.write_text(dump_mapping(self.config))
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*LEARNER, "train", "--config", str(file)], stdout=log, stderr=subprocess.STDOUT
+            )
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+    def printed(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
         return [line for line in map(json.loads, lines) if "step/channel_b" in line]
 
     @property
@@ -47,36 +79,30 @@ class Run:
         return logged_answers(self.folder)
 
 
+@dataclass(frozen=True)
+class World:
+    model: Path
+    data: ToyData
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def toys(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("colocated")
     make_model(folder / "model", seed=0)
-    data = make_data(folder / "data", train=8, val=1, seed=0)
-    mapping = small_mapping(
-        folder / "model",
-        data,
-        folder / "run",
-        training={"max_steps": STEPS, "save_steps": STEPS, "effective_batch_size": SAMPLES},
-        stage2_ab={"schedule": {"b_ratio": 1.0}},
-        rollout_matching={
-            "rollout_backend": "vllm",
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "repeat_terminate": GUARD.model_dump(),
-            "offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},
-        },
+    return World(folder / "model", make_data(folder / "data", train=8, val=1, seed=0))
+
+
+@pytest.fixture(scope="module")
+def run(toys: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run under DDP that offloads."""
+    run = Run(
+        toys,
+        tmp_path_factory.mktemp("ddp"),
+        training={"max_steps": STEPS, "save_steps": STEPS},
+        rollout_matching={"offload": OFFLOAD},
     )
-    mapping["rollout_matching"]["vllm"] = {"mode": "colocate", "max_model_len": 640}
-    file = folder / "run.yaml"
-    file.write_text(dump_mapping(mapping))
-    done = subprocess.run(
-        [*LEARNER, "train", "--config", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Run(mapping, folder / "run")
+    assert run.process.wait(LIMIT_S) == 0, run.printed
+    return run
 
 
 def triggers_at(ids: list[int]) -> int | None:
@@ -91,12 +117,14 @@ def test_vllm_backend_produces_token_ids_suitable_for_strict_alignment(run: Run)
     check_alignment(parse_config(run.config), run.answers)
 
 
-@pytest.mark.req("ROLL-03")
+@pytest.mark.req("ROLL-03", "SYNC-06")
 def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
-    """Each step changes weights, and the next one pushes them."""
-    assert [line["step"] for line in run.metrics] == [1, 2]
-    assert all(line["grad_norm"] > 0 for line in run.metrics)
-    versions = [line["sync/weights_version"] for line in run.metrics]
+    """Each step changes weights. Before the next one each process pushes to its own worker."""
+    assert "2 replicas" in run.printed
+    assert [step["step"] for step in run.steps] == [1, 2]
+    assert all(step["grad_norm"] > 0 for step in run.steps)
+    assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in run.steps)
+    versions = [step["sync/weights_version"] for step in run.steps]
     assert versions[1] == versions[0] + 1
     assert {answer.weights_version[1] for answer in run.answers} == set(versions)
 
@@ -104,11 +132,32 @@ def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
 @pytest.mark.req("REP-02", "REP-03", "CHB-01", "RES-31")
 def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> None:
     """An answer ends where it repeats itself. The step uses all answers."""
-    assert all(line["rollout/repeat_terminate_active"] == 1.0 for line in run.metrics)
+    assert all(step["rollout/repeat_terminate_active"] == 1.0 for step in run.steps)
     ended = [answer for answer in run.answers if answer.repeat_terminated]
     assert ended
     for answer in run.answers:
         triggers = triggers_at(answer.response_token_ids)
         assert triggers == (len(answer.response_token_ids) if answer.repeat_terminated else None)
     assert all(answer.supervised for answer in run.answers)
-    assert [line["packing/post_rollout_segments"] for line in run.metrics] == [SAMPLES] * STEPS
+    assert [step["packing/post_rollout_segments"] for step in run.steps] == [SAMPLES] * STEPS
+
+
+@pytest.mark.req("ROLL-03", "SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
+def test_a_killed_process_of_a_sharded_run_ends_the_other_and_the_server(
+    toys: World, tmp_path: Path
+) -> None:
+    """After a step whose weights were pushed whole from their shards."""
+    endless = {"max_steps": 10_000, "save_steps": 10_000, "data_parallel": "fsdp2"}
+    run = Run(toys, tmp_path, training=endless)
+    while len(run.steps) < STEPS:
+        assert run.process.poll() is None, run.printed
+        time.sleep(0.1)
+    learners = children(run.process.pid)
+    started = [each for learner in learners for each in (learner, *children(learner))]
+    assert len(started) > PROCESSES  # the server, too
+    os.kill(learners[-1], signal.SIGKILL)
+    assert run.process.wait(LIMIT_S) != 0
+    assert wait_until_gone(started, LIMIT_S) == []
+    first, second = run.steps[:STEPS]
+    assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in (first, second))
+    assert second["sync/weights_version"] == first["sync/weights_version"] + 1

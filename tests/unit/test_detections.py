@@ -42,8 +42,8 @@ def files_of(found: list[ScoredAnswer], *, polygons: bool = False) -> CocoFiles:
     return CocoFiles.of(found, DATA.parent, polygons=polygons)
 
 
-def boxes(*cases: Case, side: int = 64) -> Detected:
-    return detect(files_of(answers(*cases, side=side)))["bbox"]
+def detected(found: list[ScoredAnswer]) -> Detected:
+    return detect(files_of(found))["bbox"]
 
 
 def by_name(detected: Detected) -> dict[str, float | None]:
@@ -52,7 +52,7 @@ def by_name(detected: Detected) -> dict[str, float | None]:
 
 def test_unknown_description_is_a_category_of_its_own() -> None:
     cow = GroundTruthObject("cow", DOG.shape)
-    found = boxes(([CAT, DOG], [CAT, cow]))
+    found = detected(answers(([CAT, DOG], [CAT, cow])))
     assert by_name(found) == {"cat": pytest.approx(1), "dog": 0.0, "cow": None}
     assert found.objects.ap == pytest.approx(1 / 2)
     assert found.alone.ap == pytest.approx(1)
@@ -145,8 +145,8 @@ def test_pycocotools_gives_the_same_scores_for_the_files(tmp_path: Path) -> None
 
 
 def breakdown(found: list[ScoredAnswer], *, polygons: bool = False) -> Breakdown:
-    detected = detect(CocoFiles.of(found, DATA.parent, polygons=polygons))
-    return Breakdown.of(found, detected["bbox"].categories)
+    boxes = detect(files_of(found, polygons=polygons))["bbox"]
+    return Breakdown.of(found, boxes.categories)
 
 
 def test_descriptions_have_scores_and_ap() -> None:
@@ -248,14 +248,6 @@ def with_lists(*images: Listed) -> list[ScoredAnswer]:
     ]
 
 
-def detected(found: list[ScoredAnswer]) -> Detected:
-    return detect(CocoFiles.of(found, DATA.parent, polygons=False))["bbox"]
-
-
-def ap_of(found: list[ScoredAnswer]) -> dict[str, float | None]:
-    return {category.name: category.ap for category in detected(found).categories}
-
-
 @pytest.mark.req("EVAL-02", "IO-01")
 @pytest.mark.parametrize(
     ("metadata", "ap", "predicted"),
@@ -272,7 +264,7 @@ def test_false_detection_counts_where_its_category_was_verified(
 ) -> None:
     """The false dog of the first image is before the right one: precision 1/2 at recall 1."""
     found = with_lists(([CAT], [CAT, OTHER_DOG], metadata), ([DOG_ON_CAT], [DOG_ON_CAT], lists([])))
-    aps = ap_of(found)
+    aps = by_name(detected(found))
     assert [aps["cat"], aps["dog"]] == pytest.approx([1, ap])
     scores = Scores.of(found)
     assert (scores.hits, scores.predicted, scores.ground_truths) == (2, predicted, 2)
@@ -285,12 +277,13 @@ def test_false_detection_counts_where_its_category_was_verified(
 def test_first_300_detections_of_an_image_count() -> None:
     def ap(others: int) -> float | None:
         predicted = [*[box("cow", 0, 0, 9 + n, 9) for n in range(others)], CAT]
-        return ap_of(with_lists(([CAT], predicted, lists([]))))["cat"]
+        return by_name(detected(with_lists(([CAT], predicted, lists([])))))["cat"]
 
     assert ap(299) == pytest.approx(1)
     assert ap(300) == 0
     crowd = [box("cat", 9 * n, 0, 9 * n + 9, 999) for n in range(111)]
-    assert ap_of(with_lists((crowd, crowd, lists([])))) == {"cat": pytest.approx(1)}
+    found = detected(with_lists((crowd, crowd, lists([]))))
+    assert by_name(found) == {"cat": pytest.approx(1)}
 
 
 @pytest.mark.req("EVAL-02", "IO-01")

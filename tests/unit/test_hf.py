@@ -111,6 +111,25 @@ def test_greedy_answers_are_those_of_plain_transformers_in_any_batch(
         )
 
 
+@pytest.mark.req("ROLL-02", "CFG-05")
+def test_beam_search_selects_exactly_one_rollout_response(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    """For each request that of plain transformers, which is not the greedy one."""
+    asked = requests[: len(TEXTS)]
+    expected = []
+    for each in asked:
+        prompt = encode_request(processor, each).ids[None]
+        options = {"max_new_tokens": NEW_TOKENS, "num_beams": 3, "do_sample": False}
+        with torch.no_grad():
+            whole: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        answer = whole[0, prompt.shape[1] :].tolist()
+        eos = processor.tokenizer.eos_token_id
+        expected.append(answer[: answer.index(eos)] if eos in answer else answer)
+    assert ids(backend_of(model, processor, num_beams=3).rollout(asked, GREEDY)) == expected
+    assert ids(backend_of(model, processor).rollout(asked, GREEDY)) != expected
+
+
 @pytest.mark.req("SEED-01")
 def test_sampled_answers_come_in_batches_that_depend_on_their_first_seed(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]

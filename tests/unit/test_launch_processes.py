@@ -86,6 +86,15 @@ def test_signal_during_the_start_stops_the_servers(
     assert len(stops(tmp_path)) == 2
 
 
+def test_killed_launch_leaves_no_process(tmp_path: Path) -> None:
+    """SIGKILL. tests/contract/test_fresh_engine.py kills a real server."""
+    with Launch(tmp_path, stubborn=True) as launch:
+        below = launch.all_running()
+        launch.process.kill()
+        assert wait_until_gone(below, LIMIT_S) == []
+    assert stops(tmp_path) == []
+
+
 def test_second_signal_does_not_wait(tmp_path: Path) -> None:
     with Launch(tmp_path, ready=False, stubborn=True) as launch:
         below = launch.wait_for_files("serving-0", "serving-1")

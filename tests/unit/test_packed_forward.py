@@ -122,6 +122,7 @@ def test_the_start_up_check_refuses_a_model_that_leaks(
 
 
 @pytest.mark.req("APPEND-03")
+@pytest.mark.scenario("Supervision indices are validated against assistant span")
 def test_an_index_outside_the_assistant_span_stops_the_step(
     loaded: LoadedModel, segments: list[Segment]
 ) -> None:

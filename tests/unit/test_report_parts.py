@@ -17,7 +17,6 @@ from learner.analysis.report.run_view import (
     evaluations_of,
     headline,
     how_to_evaluate,
-    state,
     tiles,
 )
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
@@ -214,17 +213,6 @@ def test_faults_of_answers_have_findings(tmp_path: Path) -> None:
 
 def view(path: Path, lines: list[dict[str, Any]], error: str | None = None, **run: Any) -> RunView:
     return RunView.of(MadeRun(path, lines, **run).write(), error)
-
-
-def test_state_of_a_run(tmp_path: Path) -> None:
-    lines = steps(2)
-    assert state(view(tmp_path / "none", [])) == "No step is logged yet."
-    going_on = state(view(tmp_path / "on", lines))
-    assert going_on.startswith("Not finished: step 2 of 3. The last line was logged 2")
-    over = [*lines, {"step": 2, **END}]
-    assert state(view(tmp_path / "end", over)) == "Finished: 2 steps in 1m55s."
-    failed = state(view(tmp_path / "failed", lines, "no server is left"))
-    assert failed == "Ended by an error at step 2 of 3."
 
 
 @pytest.mark.req("REPORT-01")

@@ -241,7 +241,8 @@ def tensors(path: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.req("RUN-01", "MET-01")
+@pytest.mark.req("RUN-01", "MET-01", "STEP-01")
+@pytest.mark.scenario("Channel selection continues across checkpoint resume")
 def test_a_resumed_run_equals_an_uninterrupted_one(mapping: dict[str, Any]) -> None:
     """With dropout in adapters, evaluations, a broken checkpoint, over the end of an epoch."""
     lora = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.2}

@@ -116,9 +116,16 @@ def test_req_table_refuses_unknown_marks(tmp_path: Path, tests: str, fault: str)
     assert fault in done.stderr
 
 
+@pytest.mark.req("ARCH-01", "ARCH-02")
+@pytest.mark.scenario(
+    "Private rollout helper removal does not break Stage-2 imports",
+    "Validation fails when a private rollout helper import is reintroduced",
+)
 def test_private_imports_finds_a_private_name_of_another_module(tmp_path: Path) -> None:
     own = "import os\nfrom learner.types import Sample as _Sample\nos._exit(0)\n_own = _Sample\n"
     foreign = "from learner import types\nfrom learner._hidden import x\ntypes._secret()\n"
+    done = run("private_imports", SCRIPTS.parent)
+    assert done.returncode == 0, done.stdout
     done = run("private_imports", write(tmp_path, {"learner/own.py": own}))
     assert done.returncode == 0, done.stdout
     done = run("private_imports", write(tmp_path, {"learner/foreign.py": foreign}))

@@ -254,8 +254,11 @@ def test_a_b_step_logs_its_calls_with_the_seed_of_the_step(
         assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
 
 
-@pytest.mark.req("CHB-01", "MET-02", "PARSE-05")
-@pytest.mark.scenario("Missing opening brace falls back to `{` and trains")
+@pytest.mark.req("CHB-01", "MET-02", "PARSE-05", "RES-06", "RES-08")
+@pytest.mark.scenario(
+    "Missing opening brace falls back to `{` and trains",
+    "Default Stage-2 AB run uses unified Channel-B semantics",
+)
 def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:

@@ -1,11 +1,7 @@
 """Scenarios of whole steps on the toy model (seeds 000 and 001)."""
 
-import importlib.util
 import io
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,6 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.distributed.peers import Peers
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.stages import targets
-from learner.stages.formats.coord_json import serialize_append
-from learner.stages.schedule import channel_for_step
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
@@ -30,12 +23,10 @@ from learner.training.step import PlainEngine, StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer
 from learner.types import RolloutOutput, Sample
-from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode, text_of
 from tests.unit.config_faults import changed, only_error
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import rollout, small_config, written
+from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted, policy_over
 
 ROOT = Path(__file__).parents[3]
@@ -88,43 +79,6 @@ def test_packing_enabled_does_not_break_rollout_matching_training(step_b: StepB)
     assert gradients
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
     assert metrics["packing/post_rollout_segments"] == N_SAMPLES
-
-
-@pytest.mark.req("APPEND-03")
-def test_supervision_indices_are_validated_against_assistant_span(
-    step_b: StepB, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_target = targets.build_target
-
-    def misaligned(*args: object, **kwargs: object) -> object:
-        target = build_target(*args, **kwargs)  # type: ignore[arg-type]
-        group = target.coord_groups[0]
-        positions = (len(target.token_ids), *group.positions[1:])
-        target.coord_groups[0] = group._replace(positions=positions)
-        return target
-
-    monkeypatch.setattr(targets, "build_target", misaligned)
-    with pytest.raises(ContractError) as error:
-        step_b.run()
-    assert error.value.where == step_b.samples[0].sample_id
-    assert "assistant" in error.value.found
-    assert not step_b.forwards
-
-
-@pytest.mark.req("RES-06", "RES-08", "CHB-01")
-def test_default_stage_2_ab_run_uses_unified_channel_b_semantics(step_b: StepB) -> None:
-    """The rollout is kept, missed objects are appended, and one forward teaches both."""
-    sample = next(sample for sample in step_b.samples if len(sample.objects) == 2)
-    first, second = sample.objects
-    tokenizer = step_b.parts.loaded.tokenizer
-    answer = rollout(step_b.parts.encode(sample).ids.tolist(), encode(tokenizer, written(second)))
-    (segment,), _ = step_b.parts.channel_b.segments([sample], [answer])
-    assert text_of(tokenizer, segment.target.token_ids[:-1]) == (
-        written(second).removesuffix("}") + ", " + serialize_append("{", [first], 2, "desc_first")
-    )
-    assert [group.matched for group in segment.target.coord_groups] == [True, False]
-    metrics = step_b.run()
-    assert len(step_b.forwards) == metrics["packing/post_rollout_packs"]
 
 
 @pytest.mark.req("CFG-05", "RES-01")
@@ -204,7 +158,7 @@ class Counted(Scripted):
 class Run:
     """A run of the real trainer. events: rollouts, forwards and updates, in order."""
 
-    def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.events: list[str] = []
         parts, inputs = Parts(config), read_inputs(config)
@@ -217,7 +171,7 @@ class Run:
         run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
         self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
-        self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        self.trainer.train()
         logged = (folder / "metrics.jsonl").read_text().splitlines()
         self.steps = [line for line in map(json.loads, logged) if "loss" in line]
         self.channels = "".join("B" if step["step/channel_b"] else "A" for step in self.steps)
@@ -265,24 +219,6 @@ def test_selecting_the_trainer_variant(mixed: Run) -> None:
     assert error.do == "Use stage2_two_channel"
 
 
-@pytest.mark.req("STEP-01", "RUN-01")
-def test_channel_selection_continues_across_checkpoint_resume(
-    mixed: Run, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    """From the step of the checkpoint. From step 0 it would be A and then B."""
-    whole = Path(mixed.config.training.output_dir)
-    resumed = Run(
-        mixed_config(toy_checkpoint, toy_data, tmp_path), whole / f"checkpoint-{SAVED_AT}"
-    )
-    assert [step["step"] for step in resumed.steps] == [3, 4]
-    ratio = resumed.config.b_ratio
-    expected = "".join(channel_for_step(step, ratio) for step in range(SAVED_AT, STEPS))
-    assert resumed.channels == mixed.channels[SAVED_AT:] == expected == "BA"
-    assert [step["loss"] for step in resumed.steps] == [
-        step["loss"] for step in mixed.steps[SAVED_AT:]
-    ]
-
-
 @pytest.mark.req("STEP-02", "PACK-03")
 def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(
     toy_checkpoint: Path, tmp_path: Path
@@ -301,41 +237,3 @@ def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(
     assert step["packing/post_rollout_segments"] == 32
     assert packs < 32
     assert run.events == ["32 rollouts", *["forward"] * packs, "update"]
-
-
-# --- only public names
-
-SURFACE = ["learner.training.channels", "learner.training.step", "learner.training.train"]
-
-
-@pytest.mark.req("ARCH-01", "ARCH-02")
-def test_private_rollout_helper_removal_does_not_break_stage_2_imports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("learner."):
-            for private in [n for n in vars(module) if n.startswith("_") and n[:2] != "__"]:
-                monkeypatch.delattr(module, private)
-    for name in SURFACE:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-@pytest.mark.req("ARCH-01")
-def test_validation_fails_when_a_private_rollout_helper_import_is_reintroduced(
-    tmp_path: Path,
-) -> None:
-    shutil.copytree(ROOT / "learner", tmp_path / "learner")
-    checker = [sys.executable, str(ROOT / "scripts" / "private_imports"), str(tmp_path)]
-    assert subprocess.run(checker, capture_output=True).returncode == 0
-    files = [f"{name.replace('.', '/')}.py" for name in SURFACE]
-    private = "from learner.stages.formats.coord_json import (  # noqa\n    _entry as entry,\n)\n"
-    for name in files:
-        with (tmp_path / name).open("a") as file:
-            file.write(private)
-    done = subprocess.run(checker, capture_output=True, text=True)
-    assert done.returncode == 1
-    found = [line.partition(":")[0] for line in done.stdout.splitlines() if "_entry" in line]
-    assert sorted(found) == sorted(files)

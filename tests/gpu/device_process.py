@@ -1,7 +1,7 @@
 """One learner process of a few, started by a test: which device it takes, and what a sum over all
 processes is there.
 
-    torchrun ... -m tests.integration.device_process OUT
+    torchrun ... -m tests.gpu.device_process OUT
 
 Writes OUT/RANK.json: `local_rank`, `device` of a model, GPU that a push is made from, `backends`
 by device, `sum` of the ranks' numbers, counted from 1.
