@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from learner.analysis.report.page import inert_json
 from learner.analysis.report.run_page import renew, reported, write_report
 from learner.commands.look import report as report_command
 from shared_contracts.errors import ContractError, RunError
@@ -54,7 +53,6 @@ def test_text_of_answers_is_never_markup(tmp_path: Path) -> None:
     assert page.count("<img") == plain.count("<img")
     assert EVIL in html.unescape(page)
     assert "content=\"default-src 'none'; script-src 'sha256-" in html.unescape(page)
-    assert not set("<>&\u2028\u2029") & set(inert_json({"a": "</script><!--\u2028\u2029&"}))
 
 
 B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
