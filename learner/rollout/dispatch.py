@@ -11,12 +11,13 @@ While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free 
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
 from learner.rollout.distribution import CHUNKS_AHEAD, cut, most_at_once, next_call, plan_chunks
-from learner.rollout.parallel_calls import Calls
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.server_handle import Part, ServerHandle, ServerLost
 from learner.rollout.server_pool import ServerPool
 from shared_contracts.errors import RunError
@@ -69,8 +70,8 @@ class Dispatch:
         self._caps: dict[ServerHandle, int] = {}
         self._unassigned = len(job.requests)
         self._in_flight: Counter[ServerHandle] = Counter()  # requests
-        self._running: Counter[ServerHandle] = Counter()  # calls
-        self._calls: Calls[tuple[ServerHandle, Part, int], list[RolloutEnvelope]] = Calls()
+        # Running calls; with the `returns` of the server when each began.
+        self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, Part, int]] = {}
         self._outages: list[float] = []  # since the last answer: when no server was usable
         self._given_up = threading.Event()
 
@@ -134,10 +135,9 @@ class Dispatch:
         for server in self._pool.servers:
             while (part := self._next_part(server)) is not None:
                 self._in_flight[server] += len(part.requests)
-                self._running[server] += 1
                 call = self._job.call(part.requests)
                 answer = partial(server.answer, call, part, self._given_up)
-                self._calls.start((server, part, server.returns), answer)
+                self._calls[in_thread(answer)] = (server, part, server.returns)
 
     def _next_part(self, server: ServerHandle) -> Part | None:
         """Take the requests of the next call from a server's queue; None without a free place."""
@@ -145,7 +145,8 @@ class Dispatch:
         most = most_at_once(self._caps.get(server, 0), self._job.config.n)
         waiting = self._unassigned + sum(len(part.requests) for part in queue)
         free = most - self._in_flight[server]
-        count = next_call(waiting, free, most, self._pool.peers.count, self._running[server])
+        running = sum(each is server for each, _, _ in self._calls.values())
+        count = next_call(waiting, free, most, self._pool.peers.count, running)
         if not queue or count == 0:
             return None
         requests, tried = queue.popleft()
@@ -155,9 +156,9 @@ class Dispatch:
 
     def _take(self) -> None:
         """Wait for the next call that ends."""
-        (server, part, returns), outcome = self._calls.take()
+        outcome = next(as_completed(self._calls))
+        server, part, returns = self._calls.pop(outcome)
         self._in_flight[server] -= len(part.requests)
-        self._running[server] -= 1
         try:
             envelopes = outcome.result()
         except ServerLost as error:

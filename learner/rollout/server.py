@@ -176,7 +176,7 @@ class ServerBackend:
             if self._is_leader:
                 server.lose(str(error))
             return False
-        self._by_leader(partial(server.adopt_push, version, report))
+        self._by_leader(partial(server.adopt_push, report))
         self.version.record(version)
         return True
 

@@ -26,7 +26,6 @@ from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
-    ServerUnreachable,
     TooManyCalls,
     may_be_of_a_proxy,
     may_pass,
@@ -130,7 +129,6 @@ class ServerHandle:
         self._differences = differences
         self._sleep, self._clock = sleep, clock
         self._epoch: str | None = None
-        self._pushed: int | None = None  # what it has, as far as this process pushed it
         self._rest_s = self._rests_until = 0.0
         self._changing = threading.Lock()  # `lost`
 
@@ -235,6 +233,8 @@ class ServerHandle:
             if self.lost is None:
                 _LOG.warning("rollout server %s is lost: %s", self.url, reason)
                 self._journal.lost(self.url, reason)
+            elif self.lost != reason:
+                _LOG.warning("rollout server %s stays lost: %s", self.url, reason)
             self.lost = reason
             if self._channel is not None:
                 self._channel.abandon()
@@ -247,28 +247,6 @@ class ServerHandle:
         self._epoch, self.world_size, self.lost = report
         if report.lost is None:
             self._use()
-
-    def reconnect(self, version: int | None) -> None:
-        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
-        if self._channel is not None and version not in (None, self._pushed):
-            self.wants_push = self.check()
-            return
-        try:
-            self._client.health()
-            info = self._client.info()
-            self._require_same(info)
-        except RunError as error:
-            self._stay_lost(error)
-            return
-        held = info.weights_version
-        if version is not None and (info.weights_state, held) != ("READY", version):
-            found = f"it has weights {held} ({info.weights_state}), and {version} are not pushed"
-            self._stay_lost(RunError(found))
-            self.wants_push = held <= version
-            return
-        self._epoch, self.world_size = info.server_epoch, info.world_size
-        self._use()
-        _LOG.warning("rollout server %s is back", self.url)
 
     def check(self) -> bool:
         """Return whether it is lost and can take a push now; makes one quick call.
@@ -294,6 +272,56 @@ class ServerHandle:
         self.starting = self.wants_push = False
         return self.lost is not None
 
+    def reconnect(self, version: int | None) -> None:
+        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
+        try:
+            self._restore(version, push=False)
+        except RunError as error:
+            self._stay_lost(error)
+
+    def _restore(self, version: int | None, *, push: bool) -> None:
+        """Use a lost server again, with `push` after a push of `version` if it lacks these weights.
+
+        A push whose answer was lost is not repeated: the server would refuse it.
+
+        Raises RunError: the server is not there, differs or lacks the weights, or the push broke.
+        """
+        refusal: RunError | None = None
+        try:
+            self._client.health()
+        except ProblemError as error:
+            if not needs_push(error):
+                raise
+            refusal = error
+        info = self._client.info()
+        if found := list(self._differences(self.url, info)):
+            raise RunError("; ".join(map(str, found)))
+        missing = self._lacks(version, info)
+        if refusal is not None and missing is None:
+            if push and any(replica.state == "asleep" for replica in info.replicas):
+                self._client.wake_up()
+            else:
+                missing = refusal
+        if missing is None:
+            self._epoch, self.world_size = info.server_epoch, info.world_size
+            self._use()
+        elif push and version is not None:
+            self._push(version, again=True)
+        else:
+            raise missing
+        _LOG.warning("rollout server %s is back", self.url)
+
+    def _lacks(self, version: int | None, info: Info) -> RunError | None:
+        """Return what a server that answers lacks, if that is the weights `version`."""
+        held, state = info.weights_version, info.weights_state
+        restarted = self._channel is not None and info.server_epoch != self._epoch
+        if version is None or ((state, held) == ("READY", version) and not restarted):
+            return None
+        found = f"it has weights {held} ({state}), and {version} are not pushed"
+        if held > version:  # another learner pushed them
+            return RunError(found)
+        return ProblemError(Problem.of("push-needed", found, f"GET {self.url}/info/"))
+
     def rests(self) -> bool:
         """Return whether a repeated push failed so recently that none is tried yet."""
         return self._clock() < self._rests_until
@@ -309,10 +337,6 @@ class ServerHandle:
             self.returns += 1
         self.starting = self.wants_push = False
 
-    def _require_same(self, info: Info) -> None:
-        if found := list(self._differences(self.url, info)):
-            raise RunError("; ".join(map(str, found)))
-
     # --- pushes, in process 0
 
     def connect(self) -> int:
@@ -326,77 +350,43 @@ class ServerHandle:
     def push_to_version(self, version: int | None) -> RunError | None:
         """Make `version` its weights (None: any) and use it. If that fails, it is lost.
 
-        Returns the error. Raises what would fail again: ContractError where another learner owns
-        the server, RunError where the server refused the weights.
+        Returns the error. After a failure a lost server `rests`, longer every time. Raises what
+        would fail again: ContractError where another learner owns the server, RunError where the
+        server refused the weights.
         """
+        was_lost = self.lost is not None
         try:
-            if self.lost is None and version is not None:
-                self._push(version)
+            if was_lost or version is None:
+                self._restore(version, push=True)
             else:
-                self.restore(version)
+                self._push(version)
         except RunError as error:
             cause = error.__cause__
             if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
                 raise
+            if was_lost:
+                self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+                self._rests_until = self._clock() + self._rest_s
             self.lose(str(error))
             return error
-        return None
-
-    def restore(self, version: int | None) -> None:
-        """Use a lost server again, after a push of `version` unless it has these weights.
-
-        A push whose answer was lost is not repeated: the server would refuse it. After a failure
-        the server `rests`, longer every time.
-
-        Raises:
-            RunError: the push broke, or the server is not there or differs.
-        """
-        try:
-            info = self._client.info()
-            self._require_same(info)
-            if version is not None and not self._has(version, info):
-                self._push(version, again=True)
-            elif self._epoch is not None:
-                self._epoch, self.world_size = info.server_epoch, info.world_size
-            if any(replica.state == "asleep" for replica in info.replicas):
-                self._client.wake_up()
-        except RunError as error:
-            self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-            self._rests_until = self._clock() + self._rest_s
-            if self.lost != str(error):
-                _LOG.warning("rollout server %s stays lost: %s", self.url, error)
-            raise
         self._rest_s = self._rests_until = 0.0
-        self._use()
-        _LOG.warning("rollout server %s is back", self.url)
+        return None
 
     def _push(self, version: int, again: bool = False) -> None:
         """Raises RunError: the push broke, or did not reach every replica."""
         assert self._channel is not None
         self.connect()
-        try:
-            report = self._channel.push(version)
-        except RunError as error:
-            answer_lost = isinstance(error.__cause__, ServerUnreachable | TimeoutError)
-            self._pushed = version if answer_lost else None
-            raise
-        self._pushed = version
+        report = self._channel.push(version)
         self.connect()  # the push may have formed the group anew
         if report.status.server_epoch != self._epoch:
             raise RunError(f"{self.url} lost a replica while weights were pushed")
+        self.adopt_push(report, again)
+
+    def adopt_push(self, report: SyncReport, again: bool = False) -> None:
+        """Note a push that succeeded, and use the server."""
+        self._epoch = report.status.server_epoch
         self._journal.push(self.url, again, report)
         self._use()
-
-    def adopt_push(self, version: int, report: SyncReport) -> None:
-        """Note a push that several processes made together."""
-        self._pushed, self._epoch = version, report.status.server_epoch
-        self._journal.push(self.url, False, report)
-        self._use()
-
-    def _has(self, version: int, info: Info) -> bool:
-        """Return whether a push of `version` reached it, and nothing was restarted since."""
-        has = (info.server_epoch, info.weights_state, info.weights_version)
-        return self._pushed == version and has == (self._epoch, "READY", version)
 
 
 def _pause_s(state: RetryCallState) -> float:

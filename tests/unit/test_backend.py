@@ -4,13 +4,12 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty
 from typing import Any
 
 import pytest
 
 from learner.rollout.backend import Call, Journal, WeightsVersion
-from learner.rollout.parallel_calls import Calls, in_parallel
+from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
@@ -331,17 +330,3 @@ def test_error_is_raised_while_other_calls_still_run() -> None:
         in_parallel([hang, fail])
     assert released == []
     release.set()
-
-
-def test_calls_are_taken_in_the_order_in_which_they_end() -> None:
-    release = threading.Event()
-    calls: Calls[str, object] = Calls()
-    calls.start("slow", lambda: release.wait(60.0))
-    calls.start("quick", lambda: int("seven"))
-    key, outcome = calls.take()
-    assert key == "quick"
-    assert isinstance(outcome.exception(), ValueError)
-    with pytest.raises(Empty):
-        calls.take(timeout_s=0.01)
-    release.set()
-    assert calls.take()[0] == "slow"

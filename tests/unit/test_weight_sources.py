@@ -20,12 +20,10 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
 from learner.rollout.sync.group import pack_bucket
-from learner.rollout.sync.push import Sent
 from learner.rollout.sync.weights import (
     AdapterWeights,
     GatheredWeights,
     MergedWeights,
-    StreamedWeights,
     WeightSource,
 )
 from shared_contracts.errors import RunError
@@ -168,8 +166,7 @@ def test_a_shard_is_cast_before_it_is_gathered_and_one_parameter_is_whole_at_a_t
     bucket = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
 
     def stream() -> None:
-        sent = Sent(StreamedWeights(gathered).tensors("bfloat16"))
-        pack_bucket(parameters, iter(sent), bucket)
+        pack_bucket(parameters, gathered.stream("bfloat16"), bucket)
 
     for work in (stream, lambda: gathered.gather("bfloat16")):
         with Gathers() as seen:
@@ -212,9 +209,9 @@ def test_experts_are_sent_as_transformers_saves_them(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     gathered = GatheredWeights(model, sends=True)
     gathered.gather("float32")
-    for source in (MergedWeights(model), gathered, StreamedWeights(gathered)):
-        sent = dict(source.tensors("float32"))
-        assert [(each.name, tuple(each.shape)) for each in source.metadata("float32")] == [
+    for sent_by in (MergedWeights(model).tensors, gathered.tensors, gathered.stream):
+        sent = dict(sent_by("float32"))
+        assert [(each.name, tuple(each.shape)) for each in gathered.metadata("float32")] == [
             (name, tuple(tensor.shape)) for name, tensor in sent.items()
         ]
         assert sent.keys() == saved.keys()

@@ -2,7 +2,6 @@
 
     MergedWeights     full weights; LoRA and DoRA merged layer by layer, in a copy (SYNC-02)
     GatheredWeights   full weights of a sharded model
-    StreamedWeights   the same, gathered by all processes while they are sent
     AdapterWeights    the adapter alone
     SyncMode          the adapter, until a push of it fails; then full weights
 
@@ -26,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
+
+_LOG = logging.getLogger(__name__)
 
 # Layers of peft whose base weight is merged.
 Adapted = LoraLayer | TrainableTokensLayer
@@ -56,7 +57,6 @@ class MergedWeights:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of what `tensors` yields, without making any of it."""
         return [
             ParameterMeta(name=name, dtype=dtype, shape=shape)
             for fused, weight, _ in self._entries()
@@ -69,6 +69,10 @@ class MergedWeights:
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
             yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
+
+    def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `tensors` does, in a push by all processes at the same time."""
+        return self.tensors(dtype)
 
     def _entries(self) -> Iterator[tuple[str, Tensor, Adapted | None]]:
         """(checkpoint name, parameter, its adapted layer when it has to be merged)."""
@@ -102,23 +106,24 @@ class GatheredWeights(MergedWeights):
 
     def gather(self, dtype: DtypeName) -> None:
         """Put every parameter together; all processes at the same time."""
-        deque(self.gathered(dtype), maxlen=0)
+        deque(self.stream(dtype), maxlen=0)
 
-    def gathered(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole parameter), one after another; all processes at the same time.
+    def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, weight) while they are gathered; each step is a collective.
 
         Each shard is cast before it travels. On the device of the model one parameter is whole at
         a time. A host tensor of the last call is written to again.
         """
         for name, weight, _ in self._entries():
-            whole = _gathered(weight.detach().to(getattr(torch, dtype)))
-            self._keep(name, whole)
-            yield name, whole
+            whole = weight.detach().to(getattr(torch, dtype))
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._sends:
+                self._keep(name, whole)
+            yield from _experts_apart(name, whole)
             del whole
 
     def _keep(self, name: str, whole: Tensor) -> None:
-        if not self._sends:
-            return
         if (kept := self._whole.get(name)) is None or kept.dtype != whole.dtype:
             kept = self._whole[name] = torch.empty_like(whole, device="cpu")
         kept.copy_(whole)
@@ -130,24 +135,6 @@ class GatheredWeights(MergedWeights):
             yield from _experts_apart(name, weight.to(getattr(torch, dtype)))
 
 
-class StreamedWeights:
-    """The same weights, gathered while they are sent; all processes send at the same time."""
-
-    adapter = None
-
-    def __init__(self, gathered: GatheredWeights) -> None:
-        self._gathered = gathered
-
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return self._gathered.metadata(dtype)
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, weight). Each step is a collective."""
-        for name, weight in self._gathered.gathered(dtype):
-            yield from _experts_apart(name, weight)
-            del weight
-
-
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Split the fused weights of experts into views, one for each matrix (`unfused`)."""
     parts = unfused(name, weight.shape)
@@ -157,10 +144,6 @@ def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     rows, columns = parts[0][1]
     for (part, _), matrix in zip(parts, weight.reshape(-1, rows, columns), strict=True):
         yield part, matrix
-
-
-def _gathered(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _merged_weight(layer: Adapted) -> Tensor:
@@ -199,7 +182,6 @@ class AdapterWeights:
         )
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of each tensor of the adapter."""
         return [
             ParameterMeta(name=name, dtype=dtype, shape=list(tensor.shape))
             for name, tensor in self._state().items()
@@ -239,8 +221,6 @@ class AdapterWeights:
                 raise RunError(f"{name} is trained in addition to the adapter")
         return active[0], config
 
-
-logger = logging.getLogger(__name__)
 
 MODE = "rollout_matching.vllm.sync.mode"
 FALLBACK = "rollout_matching.vllm.sync.fallback_to_full"
@@ -320,7 +300,7 @@ class SyncMode:
                 f"Remove the cause, set {MODE} to full, or {FALLBACK} to true",
             ) from error
         if first:
-            logger.warning(
+            _LOG.warning(
                 "the adapter cannot be pushed, so full weights are pushed: %s", self._failure
             )
         return True
