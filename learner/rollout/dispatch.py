@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
-from learner.rollout.distribution import CHUNKS_AHEAD, cut, most_at_once, next_call, plan_chunks
+from learner.rollout.distribution import CHUNKS_AHEAD, cut, next_call, plan_chunks
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.server_handle import Part, ServerHandle, ServerLost
 from learner.rollout.server_pool import ServerPool
@@ -29,7 +29,7 @@ FRUITLESS_RETURNS = 3
 
 @dataclass(frozen=True)
 class Job:
-    """The requests of one rollout; request i is sampled with `seed + i` (SEED-01).
+    """The requests of one rollout, each for one answer; request i has `seed + i` (SEED-01).
 
     version: of the weights that must answer; None: any.
     """
@@ -142,7 +142,7 @@ class Dispatch:
     def _next_part(self, server: ServerHandle) -> Part | None:
         """Take the requests of the next call from a server's queue; None without a free place."""
         queue = self._queues[server]
-        most = most_at_once(self._caps.get(server, 0), self._job.config.n)
+        most = max(1, self._caps.get(server, 0))
         waiting = self._unassigned + sum(len(part.requests) for part in queue)
         free = most - self._in_flight[server]
         running = sum(each is server for each, _, _ in self._calls.values())

@@ -11,7 +11,7 @@ says one thing: which tokens end an answer, beside the tokenizer's end of sequen
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,9 @@ class HfBackend:
         assert request_config.n == 1, "one answer per request"
         assert not request_config.stop, "stop strings belong to servers"
         outputs: list[RolloutOutput] = []
-        with _answering(self._model), self._computing():
+        dtype = self._compute_dtype
+        autocast = torch.autocast(self._model.device.type, dtype, enabled=dtype is not None)
+        with _answering(self._model), autocast:
             for start in range(0, len(requests), self._rows):
                 prompts = [self._encode(each) for each in requests[start : start + self._rows]]
                 rooms = [
@@ -165,11 +167,6 @@ class HfBackend:
             pad_token_id=self._ends[0],
             use_cache=True,
         )
-
-    def _computing(self) -> "torch.autocast | nullcontext[None]":
-        if self._compute_dtype is None:
-            return nullcontext()
-        return torch.autocast(self._model.device.type, self._compute_dtype)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

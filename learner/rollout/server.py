@@ -29,7 +29,6 @@ from learner.rollout.server_handle import (
     ServerHandle,
     ServerReport,
     Sleep,
-    no_differences,
 )
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
@@ -74,7 +73,7 @@ class ServerBackend:
         decode_batch_size: int,
         journal: Journal | None = None,
         sleep: Sleep = time.sleep,
-        differences: Differences = no_differences,
+        differences: Differences | None = None,
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
         proof: ProofOfEffect | None = None,

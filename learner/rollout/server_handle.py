@@ -89,11 +89,6 @@ class ServerLost(Exception):
         self.tried = tried
 
 
-def no_differences(url: str, info: Info) -> Iterable[ContractError]:
-    """Accept any server."""
-    return ()
-
-
 class ServerHandle:
     """A server. One thread may call it while another one reconnects it.
 
@@ -114,7 +109,7 @@ class ServerHandle:
         client: RolloutClient,
         journal: Journal,
         channel: WeightChannel | None = None,
-        differences: Differences = no_differences,
+        differences: Differences | None = None,
         sleep: Sleep = time.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -254,19 +249,18 @@ class ServerHandle:
         A usable server that was restarted, or lacks the weights, is lost. One that does not
         answer is left to the calls: after a restart it has another epoch.
         """
-        usable, returns = self.lost is None, self.returns
+        usable, returns, reason = self.lost is None, self.returns, ""
         try:
-            epoch = self._client.health().server_epoch
+            if self._client.health().server_epoch != self._epoch:
+                reason = _RESTARTED
         except SERVER_ERRORS as error:
-            if not needs_push(error):
-                if not usable:
-                    self._stay_lost(error)
+            if needs_push(error):
+                reason = str(error)
+            elif not usable:
+                self._stay_lost(error)
                 return False
-            reason = str(error)
-        else:
-            if usable and epoch == self._epoch:
-                return False
-            reason = _RESTARTED
+        if usable and not reason:
+            return False
         if usable:
             self.lose(reason, returns)
         self.starting = self.wants_push = False
@@ -294,7 +288,7 @@ class ServerHandle:
                 raise
             refusal = error
         info = self._client.info()
-        if found := list(self._differences(self.url, info)):
+        if self._differences and (found := list(self._differences(self.url, info))):
             raise RunError("; ".join(map(str, found)))
         missing = self._lacks(version, info)
         if refusal is not None and missing is None:

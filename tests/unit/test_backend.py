@@ -16,7 +16,7 @@ from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.fleets import Fleet, S, fleet, requests
-from tests.unit.scripted_server import INFER, Reply, envelope, report
+from tests.unit.scripted_server import INFER, envelope, report
 
 
 def called_with(run: Fleet) -> list[list[list[int]]]:
@@ -56,19 +56,6 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
             answers[decode_batch_size] = run.ask(4)
             assert called_with(run) == [calls]
     assert answers[1] == answers[4]
-
-
-@pytest.mark.req("DIST-03")
-@pytest.mark.parametrize(("n", "calls"), [(1, [[0, 1, 2]]), (2, [[0], [1], [2]])])
-def test_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]]) -> None:
-    def answer(body: Any) -> Reply:
-        asked_for = [int(request["uuid"]) for request in body["infer_requests"]]
-        return [stamped(run, envelope([number], [1, 2], n=n)) for number in asked_for]
-
-    with fleet(1, decode_batch_size=2, world_sizes=[2]) as run:
-        run.rollouts[0].server.routes[INFER] = answer
-        run.backend.rollout(requests(3), RequestConfig(n=n))
-        assert called_with(run) == [calls]
 
 
 def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:

@@ -27,7 +27,7 @@ from learner.rollout.sync.weights import (
     WeightSource,
 )
 from shared_contracts.errors import RunError
-from shared_contracts.weights import AdapterMeta, DtypeName, plan_buckets
+from shared_contracts.weights import AdapterMeta, DtypeName
 
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
@@ -96,27 +96,6 @@ def test_adapters_are_merged_as_by_peft_and_the_model_is_left_alone(
         assert torch.allclose(sent[name], weight, atol=1e-6), name
     changed = {name for name in sent if not torch.allclose(sent[name], plain[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "qkv"}
-
-
-@pytest.mark.req("SYNC-03")
-def test_buckets_carry_every_byte_in_manifest_order(toy: PreTrainedModel) -> None:
-    weights = MergedWeights(toy)
-    parameters = weights.metadata("bfloat16")
-    stream = iter(weights.tensors("bfloat16"))
-    sent = dict(weights.tensors("bfloat16"))
-    buckets = plan_buckets(parameters, 2**20)
-    assert len(buckets) > 2
-    for indices in buckets:
-        chosen = [parameters[i] for i in indices]
-        bucket = torch.full((sum(p.wire_bytes for p in chosen),), 255, dtype=torch.uint8)
-        pack_bucket(chosen, stream, bucket)
-        offset = 0
-        for parameter in chosen:
-            raw = bucket[offset : offset + parameter.num_bytes]
-            assert torch.equal(raw.view(torch.bfloat16).view(parameter.shape), sent[parameter.name])
-            padding = bucket[offset + parameter.num_bytes : offset + parameter.wire_bytes]
-            assert not padding.any(), parameter.name
-            offset += parameter.wire_bytes
 
 
 # --- shards and experts

@@ -168,7 +168,7 @@ class AdapterWeights:
 
     @property
     def adapter(self) -> AdapterMeta:
-        name, config = self._one()
+        name, config = self.check()
         layers = [layer for layer in self._model.modules() if isinstance(layer, LoraLayer)]
         shapes = {(layer.r[name], layer.scaling[name]) for layer in layers}
         if len(shapes) > 1:
@@ -192,19 +192,15 @@ class AdapterWeights:
         for name, tensor in self._state().items():
             yield name, tensor.detach().to(getattr(torch, dtype))
 
-    def check(self) -> None:
-        """Raise RunError where the adapter is not all that is trained."""
-        self._one()
-
     def _state(self) -> dict[str, Tensor]:
-        name, _ = self._one()
+        name, _ = self.check()
         state: dict[str, Tensor] = get_peft_model_state_dict(
             self._model, adapter_name=name, save_embedding_layers=False
         )
         return state
 
-    def _one(self) -> tuple[str, LoraConfig]:
-        """The adapter that is trained, which must be all that is."""
+    def check(self) -> tuple[str, LoraConfig]:
+        """Return the name and settings of the adapter, which must be all that is trained."""
         active = self._model.active_adapters
         if len(active) != 1:
             raise RunError(f"adapters {active} are active, and only one can be pushed")
