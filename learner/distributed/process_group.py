@@ -56,7 +56,7 @@ class Timing:
     unwind: float = 20.0
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """Several processes with a store and a gloo group, whose collectives have a time-out.
 
     launcher: id of the parent process, whose end ends the run; None: its end is ignored.

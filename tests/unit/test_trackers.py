@@ -17,7 +17,7 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.config.trackers import Tracker, importable, require_trackers
 from learner.data.toy import ToyData
-from learner.distributed.peers import SingleProcess
+from learner.distributed.peers import Peers
 from learner.models.load import load_model
 from learner.runs.resume import BEGINNING
 from learner.training.input_checks import check_inputs
@@ -97,7 +97,7 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     assert not (folder / "tensorboard").exists(), "it was not named"
 
 
-class Second(SingleProcess):
+class Second(Peers):
     rank = 1
 
 
@@ -108,7 +108,7 @@ def test_only_the_first_process_reports(mapping: dict[str, Any], rank: int) -> N
     folder.mkdir()
     inputs, loaded = check_inputs(config), load_model(config)
     optimizer = build_optimizer(loaded.model, config.training)
-    peers = Second() if rank else SingleProcess()
+    peers = Second() if rank else Peers()
     parts = RunParts(config, inputs, loaded, optimizer, None, CallLog(folder), peers)
     display = ProgressDisplay(Console(file=io.StringIO()), "small")
     build_trainer(parts, build_runner(parts), lambda step: {}, display)
