@@ -9,7 +9,7 @@ While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free 
 """
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
@@ -69,7 +69,6 @@ class Dispatch:
         self._queues: dict[ServerHandle, deque[Part]] = {one: deque() for one in pool.servers}
         self._caps: dict[ServerHandle, int] = {}
         self._unassigned = len(job.requests)
-        self._in_flight: Counter[ServerHandle] = Counter()  # requests
         # Running calls; with the `returns` of the server when each began.
         self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, Part, int]] = {}
         self._outages: list[float] = []  # since the last answer: when no server was usable
@@ -134,7 +133,6 @@ class Dispatch:
     def _send(self) -> None:
         for server in self._pool.servers:
             while (part := self._next_part(server)) is not None:
-                self._in_flight[server] += len(part.requests)
                 call = self._job.call(part.requests)
                 answer = partial(server.answer, call, part, self._given_up)
                 self._calls[in_thread(answer)] = (server, part, server.returns)
@@ -144,9 +142,9 @@ class Dispatch:
         queue = self._queues[server]
         most = max(1, self._caps.get(server, 0))
         waiting = self._unassigned + sum(len(part.requests) for part in queue)
-        free = most - self._in_flight[server]
-        running = sum(each is server for each, _, _ in self._calls.values())
-        count = next_call(waiting, free, most, self._pool.peers.count, running)
+        running = [len(part.requests) for each, part, _ in self._calls.values() if each is server]
+        free = most - sum(running)
+        count = next_call(waiting, free, most, self._pool.peers.count, len(running))
         if not queue or count == 0:
             return None
         requests, tried = queue.popleft()
@@ -158,7 +156,6 @@ class Dispatch:
         """Wait for the next call that ends."""
         outcome = next(as_completed(self._calls))
         server, part, returns = self._calls.pop(outcome)
-        self._in_flight[server] -= len(part.requests)
         try:
             envelopes = outcome.result()
         except ServerLost as error:

@@ -21,15 +21,9 @@ from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, WeightChannel, WeightsVersion
 from learner.rollout.client import RolloutClient
 from learner.rollout.dispatch import Dispatch, Job
-from learner.rollout.distribution import part_size
+from learner.rollout.distribution import part_size, rank_chunk_size
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.server_handle import (
-    Clock,
-    Differences,
-    ServerHandle,
-    ServerReport,
-    Sleep,
-)
+from learner.rollout.server_handle import Clock, Differences, ServerHandle, Sleep
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.shared_push import SharedPush
@@ -104,7 +98,8 @@ class ServerBackend:
 
     def round_size(self) -> int:
         """Return the most requests of this process at once (DIST-04)."""
-        return self._pool.round_size()
+        sizes = [server.world_size for server in self._servers]
+        return rank_chunk_size(self._pool.decode_batch_size, sizes, self._peers.count)
 
     def close(self) -> None:
         """Give up running requests of all threads, and leave the servers."""
@@ -237,7 +232,7 @@ class ServerBackend:
         )
         if not self._is_leader:
             for server, report in zip(self._servers, reports, strict=True):
-                server.adopt(ServerReport(*report))
+                server.adopt(*report)
         return found
 
     def _due(self) -> list[ServerHandle]:

@@ -60,17 +60,6 @@ _REFUSED = 422
 _RESTARTED = "the server or one of its replicas was restarted"
 
 
-class ServerReport(NamedTuple):
-    """What process 0 knows of a server and sends to the other processes; values of JSON.
-
-    server_epoch: None before its weight group was formed. lost: the reason; None: it is usable.
-    """
-
-    server_epoch: str | None
-    world_size: int
-    lost: str | None
-
-
 class Part(NamedTuple):
     """Consecutive requests of a rollout, and the number of earlier attempts."""
 
@@ -234,13 +223,14 @@ class ServerHandle:
             if self._channel is not None:
                 self._channel.abandon()
 
-    def report(self) -> ServerReport:
-        return ServerReport(self._epoch, self.world_size, self.lost)
+    def report(self) -> tuple[str | None, int, str | None]:
+        """Return what process 0 knows of it, as `adopt` takes it: values of JSON."""
+        return self._epoch, self.world_size, self.lost
 
-    def adopt(self, report: ServerReport) -> None:
+    def adopt(self, epoch: str | None, world_size: int, lost: str | None) -> None:
         """Adopt the state in process 0, which has already logged a loss."""
-        self._epoch, self.world_size, self.lost = report
-        if report.lost is None:
+        self._epoch, self.world_size, self.lost = epoch, world_size, lost
+        if lost is None:
             self._use()
 
     def check(self) -> bool:

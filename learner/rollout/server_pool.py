@@ -8,7 +8,7 @@ from typing import TypeVar
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.distributed.waiting import waiting_for
 from learner.rollout.backend import Journal
-from learner.rollout.distribution import rank_caps, rank_chunk_size
+from learner.rollout.distribution import rank_caps
 from learner.rollout.server_handle import Clock, ServerHandle, Sleep
 from shared_contracts.errors import RunError
 
@@ -46,11 +46,6 @@ class ServerPool:
     def reasons(self) -> str:
         """Return why each server is lost."""
         return "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
-
-    def round_size(self) -> int:
-        """Return the most requests of this process at once (DIST-04)."""
-        sizes = [server.world_size for server in self.servers]
-        return rank_chunk_size(self.decode_batch_size, sizes, self.peers.count)
 
     def caps(self, usable: Sequence[ServerHandle]) -> dict[ServerHandle, int]:
         """Return the most requests of this process at each of these servers (DIST-03).
