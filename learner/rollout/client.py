@@ -164,7 +164,7 @@ class RolloutClient:
         self._live_interval_s = live_interval_s
         token = given_token(os.environ) if token is None else token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._phase_s = timeout_s + PHASE_MARGIN_S
+        self._probe_s, self._phase_s = min(timeout_s, _PROBE_TIMEOUT_S), timeout_s + PHASE_MARGIN_S
         self._sleep, self._clock = sleep, clock
         self._closed = False
 
@@ -295,10 +295,12 @@ class RolloutClient:
     def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
         """Send the safetensors of an adapter."""
         path = f"/load_adapter/?version={version}&attempt={attempt}"
-        return self._call("POST", path, content, SyncReport)
+        return self._call("POST", path, content, SyncReport, self._phase_s)
 
     def close_communicator(self, body: GroupCall) -> WeightStatus:
-        return self._phase("/close_communicator/", body, WeightStatus)
+        """Tell the server that the learner leaves; a quick call."""
+        sent = body.model_dump(mode="json")
+        return self._call("POST", "/close_communicator/", sent, WeightStatus, self._probe_s)
 
     def sleep(self) -> WeightStatus:
         """Free the memory of the server's GPUs until `wake_up` or a push."""
@@ -310,17 +312,21 @@ class RolloutClient:
     # --- one call
 
     def _probe(self, path: str, kind: type[Body]) -> Body:
-        return self._call("GET", path, None, kind)
+        return self._call("GET", path, None, kind, self._probe_s)
 
     def _phase(self, path: str, body: BaseModel, kind: type[Body]) -> Body:
-        return self._call("POST", path, body.model_dump(mode="json"), kind)
+        return self._call("POST", path, body.model_dump(mode="json"), kind, self._phase_s)
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None, kind: type[Body]
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None,
+        kind: type[Body],
+        limit_s: float,
     ) -> Body:
         if self._closed:
             raise RuntimeError("the client is closed")
-        limit_s = min(self.timeout_s, _PROBE_TIMEOUT_S) if method == "GET" else self._phase_s
 
         async def call() -> Body:
             async with self._connections() as http:

@@ -2,7 +2,6 @@
 
     in_thread      one call
     in_parallel    several calls at once
-    run_within     one call with a deadline
     run_together   a call and the learner's half of a collective, with a deadline
 
 A thread inside a collective cannot be cancelled. The caller raises and abandons the group, and
@@ -45,17 +44,6 @@ def in_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:
     return [outcome.result() for outcome in outcomes]
 
 
-def run_within(call: Callable[[], T], deadline_s: float) -> T:
-    """Return the result of a call.
-
-    Raises TimeoutError when there is none within `deadline_s`, and what the call raises.
-    """
-    outcome = in_thread(call)
-    if not wait([outcome], deadline_s).done:
-        raise _no_end(deadline_s)
-    return outcome.result()
-
-
 @dataclass(frozen=True)
 class Broken:
     """The part that failed, or was still running at the deadline, and the error."""
@@ -74,6 +62,7 @@ def run_together(
     returned, because the server knows the reason. After `deadline_s` the error is a
     TimeoutError, of the call if it has not ended.
     """
+    late = TimeoutError(f"no end within {deadline_s:g} s")
     called, collected = in_thread(call), in_thread(collective)
     wait([called, collected], deadline_s, FIRST_EXCEPTION)
     if collected.done() and collected.exception() is not None:
@@ -83,9 +72,5 @@ def run_together(
     if collected.done() and (error := collected.exception()) is not None:
         return Broken("collective", error)
     if not called.done():
-        return Broken("call", _no_end(deadline_s))
-    return None if collected.done() else Broken("collective", _no_end(deadline_s))
-
-
-def _no_end(deadline_s: float) -> TimeoutError:
-    return TimeoutError(f"no end within {deadline_s:g} s")
+        return Broken("call", late)
+    return None if collected.done() else Broken("collective", late)

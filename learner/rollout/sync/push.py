@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
-from learner.rollout.parallel_calls import run_together, run_within
+from learner.rollout.parallel_calls import run_together
 from learner.rollout.sync.group import CurrentGpu, Group, join_group
 from learner.rollout.sync.weights import SyncMode, WeightSource
 from shared_contracts.errors import ContractError, ProblemError, RunError
@@ -52,8 +52,6 @@ Join = Callable[[InitCommunicator, threading.Event], Group]
 
 # The server bounds its part of every phase itself; it has so much longer to answer with the reason.
 _ANSWER_MARGIN_S = 60.0
-# Limit of the call that tells a server that the learner leaves.
-_FAREWELL_S = 10.0
 _CLOSED = "the learner has left this server"
 _ABANDONED = "the learner has left the group"
 _NO_GROUP = "rollout_matching.vllm.mode: colocate and rollout_backend: hf need no network group"
@@ -176,9 +174,8 @@ class WeightPusher:
         had_group = self._group is not None
         self.abandon()
         if had_group and self._attempt is not None:
-            farewell = partial(self._client.close_communicator, GroupCall(attempt=self._attempt))
-            with suppress(TimeoutError, ContractError, *SERVER_ERRORS):
-                run_within(farewell, _FAREWELL_S)
+            with suppress(ContractError, *SERVER_ERRORS):
+                self._client.close_communicator(GroupCall(attempt=self._attempt))
 
     # --- a push
 
@@ -272,10 +269,9 @@ class WeightPusher:
     # --- one phase
 
     def _phase(self, phase: Phase, call: Callable[[], Answer]) -> Answer:
-        limit_s = self._timeout_s + (0.0 if phase == "reach" else _ANSWER_MARGIN_S)
         try:
-            return run_within(call, limit_s)
-        except (TimeoutError, *SERVER_ERRORS) as error:
+            return call()
+        except SERVER_ERRORS as error:
             raise self._broken("server", phase, error) from error
         except OSError as error:
             raise self._broken("learner", phase, error) from error
@@ -312,4 +308,4 @@ def _is_lost_at_start(error: Exception) -> bool:
     cause = error.__cause__
     if isinstance(cause, ProblemError):
         return cause.problem.kind in ("weight-update-order", "not-ready")
-    return isinstance(cause, (ServerUnreachable, TimeoutError))
+    return isinstance(cause, ServerUnreachable)
