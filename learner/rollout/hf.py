@@ -127,7 +127,11 @@ class HfBackend:
         guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
         inputs = _padded(prompts, self._family.inputs)
-        with _seeded(seed if config.temperature else None, device):
+        drawn_from = seed if config.temperature else None
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=drawn_from is not None):
+            if drawn_from is not None:
+                torch.manual_seed(drawn_from)
             rows: list[list[int]] = self._model.generate(  # type: ignore[operator]
                 **{name: tensor.to(device) for name, tensor in inputs.items()},
                 generation_config=self._decoding(config, max(rooms)),
@@ -222,14 +226,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers, and restore their state afterwards; None changes nothing."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
