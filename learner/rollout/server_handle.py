@@ -126,7 +126,7 @@ class ServerHandle:
     def answer(
         self, call: InferCall, part: Part, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
-        """Return one envelope per request, of the expected weights.
+        """Return one envelope per request.
 
         given_up: set when the answer is no longer needed; ends the call and its retries.
 
@@ -148,7 +148,6 @@ class ServerHandle:
             tried, epoch, began = tried + 1, self._epoch, self._clock()
             try:
                 envelopes = self._client.infer(call, epoch, given_up)
-                _require_weights(call, envelopes, self.url)
             except SERVER_ERRORS as error:
                 note(str(error))
                 if may_be_of_a_proxy(error):
@@ -406,13 +405,3 @@ def _named(problem: Problem, call: InferCall) -> Problem:
     more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
     detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}{more}"
     return problem.model_copy(update={"detail": detail})
-
-
-def _require_weights(call: InferCall, envelopes: Sequence[RolloutEnvelope], url: str) -> None:
-    """Raise OtherWeights for an answer of other weights than the call expects."""
-    expected = call.expected_weights_version
-    for envelope in envelopes:
-        versions = set(envelope.coordexp.weights_version)
-        if expected is not None and versions != {expected}:
-            found = f"version {expected} is expected, and {sorted(versions)} answered"
-            raise OtherWeights(Problem.of("other-weights", found, f"POST {url}/infer/"))

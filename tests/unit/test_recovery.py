@@ -234,17 +234,6 @@ def test_server_that_another_learner_has_taken_ends_the_run(lost: bool) -> None:
     assert run.pushed() == [[1], [1]]
 
 
-@pytest.mark.req("WIRE-03", "SYNC-09")
-def test_answer_of_other_weights_is_refused() -> None:
-    with fleet(1) as run:
-        answer = envelope([0], [1])
-        answer.coordexp.weights_version = (0, 1)
-        answer.coordexp.server_epoch = run.rollouts[0].epoch
-        run.rollouts[0].server.routes[INFER] = lambda _: [answer]
-        with pytest.raises(OtherWeights, match=r"version 1 is expected, and \[0, 1\] answered"):
-            run.ask(1)
-
-
 # --- No server is left ------------------------------------------------------------------
 
 

@@ -24,9 +24,9 @@ from learner.rollout.sync.weights import (
     AdapterWeights,
     GatheredWeights,
     MergedWeights,
+    SyncMode,
     WeightSource,
 )
-from shared_contracts.errors import RunError
 from shared_contracts.weights import AdapterMeta, DtypeName
 
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
@@ -227,34 +227,10 @@ def test_engines_get_rank_scale_and_kind_of_an_adapter(toy: PreTrainedModel) -> 
 
 
 @pytest.mark.req("SYNC-01")
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"modules_to_save": ["merger"]}, "merger.*is trained in addition to the adapter"),
-        ({"bias": "all"}, "bias is trained in addition to the adapter"),
-        ({"rank_pattern": {"q_proj": 2}}, "several"),
-        ({"alpha_pattern": {"q_proj": 2}}, "several"),
-    ],
-    ids=["modules_to_save", "bias", "rank_pattern", "alpha_pattern"],
-)
-def test_an_adapter_that_is_not_the_whole_training_is_refused(
-    toy: PreTrainedModel, config: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(RunError, match=reason):
-        _ = AdapterWeights(adapted(toy, **config)).adapter
-
-
-@pytest.mark.req("SYNC-01")
-def test_a_weight_that_is_trained_beside_an_adapter_and_a_second_adapter_are_refused(
+def test_rows_that_are_trained_beside_an_adapter_are_pushed_with_full_weights(
     toy: PreTrainedModel,
 ) -> None:
-    model = adapted(toy)
-    embedding = toy.get_input_embeddings().weight
-    embedding.requires_grad_(True)
-    with pytest.raises(RunError, match="embed_tokens"):
-        list(AdapterWeights(model).tensors("float32"))
-    embedding.requires_grad_(False)
-    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"]))
-    model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(RunError, match="second"):
-        _ = AdapterWeights(model).adapter
+    model = adapted(toy, trainable_token_indices={"embed_tokens": [1]})
+    mode = SyncMode.of(model, "adapter", fallback_to_full=True)
+    assert mode.mode == "full"
+    assert "rows of coordinate tokens are trained, too" in str(mode.fallback)

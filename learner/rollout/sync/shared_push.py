@@ -67,7 +67,7 @@ class SharedPush:
                 raise
 
         self._peers.all_gather(transfer)
-        finished = self._by_pusher(lambda pusher: pusher.finish(parameters).model_dump(mode="json"))
+        finished = self._by_pusher(lambda pusher: pusher.finish().model_dump(mode="json"))
         report = SyncReport.model_validate(finished)
         report.seconds["total"] = time.monotonic() - began
         return report

@@ -159,20 +159,18 @@ def _merged_weight(layer: Adapted) -> Tensor:
 class AdapterWeights:
     """The trained adapter alone, for engines that have the base weights.
 
-    Every property and method raises RunError if training changes other weights, too, or if the
-    layers of the adapter have several ranks or scalings.
+    `learner.models.load` makes one adapter, of one rank and scaling, and trains nothing else but
+    rows of coordinate tokens (`check`).
     """
 
     def __init__(self, model: PeftModel) -> None:
         self._model = model
+        self._name = model.active_adapters[0]
 
     @property
     def adapter(self) -> AdapterMeta:
-        name, config = self.check()
-        layers = [layer for layer in self._model.modules() if isinstance(layer, LoraLayer)]
-        shapes = {(layer.r[name], layer.scaling[name]) for layer in layers}
-        if len(shapes) > 1:
-            raise RunError(f"the adapter's layers have several (rank, scaling): {sorted(shapes)}")
+        config = self._model.peft_config[self._name]
+        assert isinstance(config, LoraConfig)
         return AdapterMeta(
             r=config.r,
             lora_alpha=config.lora_alpha,
@@ -192,30 +190,19 @@ class AdapterWeights:
         for name, tensor in self._state().items():
             yield name, tensor.detach().to(getattr(torch, dtype))
 
+    def check(self) -> None:
+        """Raise RunError if the adapter is not all that is trained."""
+        if any(".trainable_tokens_" in name for name, _ in self._model.named_parameters()):
+            raise RunError(
+                "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
+                "and engines accept them only with full weights"
+            )
+
     def _state(self) -> dict[str, Tensor]:
-        name, _ = self.check()
         state: dict[str, Tensor] = get_peft_model_state_dict(
-            self._model, adapter_name=name, save_embedding_layers=False
+            self._model, adapter_name=self._name, save_embedding_layers=False
         )
         return state
-
-    def check(self) -> tuple[str, LoraConfig]:
-        """Return the name and settings of the adapter, which must be all that is trained."""
-        active = self._model.active_adapters
-        if len(active) != 1:
-            raise RunError(f"adapters {active} are active, and only one can be pushed")
-        config = self._model.peft_config[active[0]]
-        if not isinstance(config, LoraConfig):
-            raise RunError(f"the adapter is of peft type {config.peft_type}, not LoRA")
-        for name, parameter in self._model.named_parameters():
-            if ".trainable_tokens_" in name:
-                raise RunError(
-                    "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
-                    "and engines accept them only with full weights"
-                )
-            if parameter.requires_grad and ".lora_" not in name:
-                raise RunError(f"{name} is trained in addition to the adapter")
-        return active[0], config
 
 
 MODE = "rollout_matching.vllm.sync.mode"
