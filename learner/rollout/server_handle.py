@@ -396,12 +396,10 @@ def _proxy_advice(cut_ages_s: Sequence[float]) -> str:
 
 
 def _named(problem: Problem, call: InferCall) -> Problem:
-    """Return a refusal with the uuid of each request that it is about."""
+    """Return a refusal with the uuids of the requests that it is about, of `_NAMED` at most."""
     indices = [error.get("index") for error in problem.errors or []]
-    known = [i for i in indices if type(i) is int and 0 <= i < len(call.infer_requests)]
-    if not known:
+    samples = [str(one.uuid) for i, one in enumerate(call.infer_requests) if i in indices]
+    if not samples:
         return problem
-    samples = [str(call.infer_requests[index].uuid) for index in known]
-    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
-    detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}{more}"
+    detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}"
     return problem.model_copy(update={"detail": detail})

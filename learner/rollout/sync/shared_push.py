@@ -24,8 +24,6 @@ from learner.rollout.sync.weights import MergedWeights
 from shared_contracts.errors import RunError
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport, Transport
 
-Join = Callable[[InitCommunicator, threading.Event, int], Group]
-
 
 class SharedPush:
     """One for each process. pusher: of process 0, else None."""
@@ -36,13 +34,11 @@ class SharedPush:
         pusher: WeightPusher | None,
         weights: MergedWeights,
         transport: Transport,
-        join: Join = join_group,
     ) -> None:
         self._peers = peers
         self._pusher = pusher
         self._weights = weights
         self._transport = transport
-        self._join = join
         self._group: Group | None = None  # of other processes than process 0
 
     def push(self, version: int, dtype: DtypeName) -> SyncReport:
@@ -101,7 +97,7 @@ class SharedPush:
         self.close()
         joining = None
         if self._pusher is None:
-            join = partial(self._join, init, given_up, peers.rank)
+            join = partial(join_group, init, given_up, peers.rank)
             joining = in_thread(CurrentGpu().used_by(join))
         try:
             self._by_pusher(lambda pusher: pusher.form_group(init))
