@@ -20,11 +20,10 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank
 from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, WeightChannel, WeightsVersion
 from learner.rollout.client import RolloutClient
-from learner.rollout.dispatch import Dispatch, Job
+from learner.rollout.dispatch import Dispatch, Job, ServerPool
 from learner.rollout.distribution import part_size, rank_chunk_size
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.server_handle import Clock, Differences, ServerHandle, Sleep
-from learner.rollout.server_pool import ServerPool
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
-from learner.rollout.dispatch import FRUITLESS_RETURNS, Dispatch, Job
+from learner.rollout.dispatch import FRUITLESS_RETURNS, LONGEST_WAIT_S, Dispatch, Job, ServerPool
 from learner.rollout.server_handle import ATTEMPTS, Part, ServerHandle, ServerLost
-from learner.rollout.server_pool import LONGEST_WAIT_S, ServerPool
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import Fleet, PausedClock, S, fleet, fleet_of, requests
