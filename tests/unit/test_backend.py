@@ -11,11 +11,11 @@ import pytest
 from learner.rollout.backend import Call, Journal, WeightsVersion
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.types import RolloutOutput, Sample
+from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
-from tests.unit.fleets import Fleet, S, fleet, requests
+from tests.unit.fleets import Fleet, fleet, requests
 from tests.unit.scripted_server import INFER, envelope, report
 
 
@@ -257,32 +257,6 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
         "sync/bytes": 6_000_000_000,
         "sync/gb_per_s": 3.0,
     }
-
-
-def policy_over(run: Fleet) -> Policy:
-    asking = Asking("Detect.", None, RequestConfig(max_tokens=9, temperature=0.5, top_k=3))
-    policy = Policy(OpenBackend(run.backend, run.backend.version, journal=run.journal), asking)
-    policy.push_if_stale()
-    return policy
-
-
-@pytest.mark.req("SEED-02", "DIST-05")
-def test_notes_of_a_policy_are_those_of_its_servers_and_its_decoding() -> None:
-    with fleet(1) as run:
-        policy = policy_over(run)
-        run.rollouts[0].faults.append(S.restart)
-        policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
-        record, payload = policy.take_notes()
-    metrics = payload.metrics()
-    assert record["weights_version"] == 2
-    assert record["decoding"] == {"max_tokens": 9, "temperature": 0.5, "top_k": 3}
-    assert (metrics["sync/pushes"], metrics["sync/repushes"]) == (2, 1)
-    calls = record["calls"]
-    assert {made["server"] for made in calls} == {run.rollouts[0].server.base_url}
-    answered = [made for made in calls if made["outcome"] == "answered"]
-    assert [(c["first"], c["count"], c["seed"]) for c in answered] == [(0, 3, 40)]
-    assert [made["attempt"] for made in calls] == list(range(1, len(calls) + 1))
-    assert len(record["lost"]) == 1
 
 
 # --- Calls that run at the same time -----------------------------------------------------
