@@ -8,23 +8,21 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 T = TypeVar("T")
 
 
-class Peers(Protocol):
-    """The processes of a run, seen from one of them.
+class Peers:
+    """The processes of a run, seen from one of them, which is alone unless it is a `GroupPeers`.
 
     rank: its own, from 0. count: of the processes.
     """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def count(self) -> int: ...
+    rank = 0
+    count = 1
 
     def all_gather(
         self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
@@ -36,27 +34,14 @@ class Peers(Protocol):
 
         Raises the error of `work` here; elsewhere the same as ContractError or RunError.
         """
-
-    def propagate_errors(self) -> AbstractContextManager[None]:
-        """Report an error of the block to the other processes before this one cleans up."""
-
-
-class SingleProcess:
-    """The peers of a run of one process."""
-
-    rank = 0
-    count = 1
-
-    def all_gather(
-        self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
-    ) -> list[T]:
         return [work()]
 
     def propagate_errors(self) -> AbstractContextManager[None]:
+        """Report an error of the block to the other processes before this one cleans up."""
         return nullcontext()
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = Peers()
 
 
 def broadcast_from_rank0(peers: Peers, work: Callable[[], T]) -> T:

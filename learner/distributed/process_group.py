@@ -1,7 +1,8 @@
 """The processes of a run: one, or as many as torchrun started (DDP-01).
 
-Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over a
-gloo group of their own, whose collectives have a time-out and break at once when a process dies.
+Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over the
+store of process 0, and a collective of a gloo group of their own in each round has a time-out and
+breaks at once when a process dies.
 The first failure of a run is stored in process 0; a thread of every process looks for it.
 """
 
@@ -14,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, described, rebuilt
@@ -55,7 +56,7 @@ class Timing:
     unwind: float = 20.0
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """Several processes with a store and a gloo group, whose collectives have a time-out.
 
     launcher: id of the parent process, whose end ends the run; None: its end is ignored.
@@ -90,24 +91,20 @@ class GroupPeers:
         self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
     ) -> list[T]:
         try:
-            data = json.dumps(work()).encode()
+            own = json.dumps({"result": work()})
         except BaseException as error:
             if error is not self._own and error is not self._others:  # not of a round in `work`
-                self._send(error)
+                self._own = error
+                with suppress(RuntimeError):  # the others read it in this round; do not wait
+                    self._begin_round(json.dumps({"error": described(error)}))
             raise
-        lengths = [int(length) for length in self._collective(torch.tensor([len(data)]), meanwhile)]
-        for rank, length in enumerate(lengths):
-            if length < 0:
-                sent = json.loads(self._store.get(f"error/{rank}/{-length}"))
-                self._others = rebuilt(sent, rank)
+        self._await(self._begin_round(own), meanwhile)
+        parts = [json.loads(self._store.get(self._key(rank))) for rank in range(self.count)]
+        for rank, part in enumerate(parts):
+            if "error" in part:
+                self._others = rebuilt(part["error"], rank)
                 raise self._others
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = self._collective(own, meanwhile)
-        return [
-            json.loads(part[:length].numpy().tobytes())
-            for part, length in zip(parts, lengths, strict=True)
-        ]
+        return [part["result"] for part in parts]
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
@@ -134,24 +131,19 @@ class GroupPeers:
         finally:
             self._leave()
 
-    def _send(self, error: BaseException) -> None:
-        """Give `error` to the collective that the others are in, or enter next; do not wait."""
-        self._own = error
-        with suppress(RuntimeError):
-            number = self._rounds + 1
-            self._store.set(f"error/{self.rank}/{number}", json.dumps(described(error)))
-            self._start(torch.tensor([-number]))
+    def _key(self, rank: int) -> str:
+        """Return where the store has what a process brings to the newest round."""
+        return f"round/{self._rounds}/{rank}"
 
-    def _start(self, own: Tensor) -> tuple[Any, list[Tensor]]:
-        """Start a collective; returns its handle and what it fills: `own` of every process."""
+    def _begin_round(self, own: str) -> Any:
+        """Store what this process brings; return the handle of a collective of all processes."""
         self._rounds += 1
-        self._store.set(f"round/{self.rank}", str(self._rounds))
-        parts = [torch.empty_like(own) for _ in range(self.count)]
-        return self._group.allgather([parts], [own]), parts
+        self._store.set(self._key(self.rank), own)
+        if self._rounds > 2:  # all processes have read it: they are in the round before this one
+            self._store.delete_key(f"round/{self._rounds - 2}/{self.rank}")
+        return self._group.allreduce(torch.zeros(1))
 
-    def _collective(self, own: Tensor, meanwhile: Callable[[], object] | None) -> list[Tensor]:
-        """`own` of every process, by rank; of the same shape in all of them."""
-        handle, parts = self._start(own)
+    def _await(self, handle: Any, meanwhile: Callable[[], object] | None) -> None:
         looked, pause = time.monotonic(), _SHORTEST_PAUSE_S
         with waiting_for("the other learner processes", self._late):
             while not handle.is_completed():
@@ -171,16 +163,12 @@ class GroupPeers:
             late = self._late()
             about = f" ({late})" if late else ""
             raise RunError(f"{_BROKEN}{about}: {_first_line(error)}") from error
-        return parts
 
     def _late(self) -> str:
-        """The processes that did not start the newest collective of this one."""
+        """Name the processes that are not in the newest round."""
         late = []
         with suppress(RuntimeError):  # process 0 died, with the store
-            for rank in range(self.count):
-                key = f"round/{rank}"
-                if not self._store.check([key]) or int(self._store.get(key)) < self._rounds:
-                    late.append(str(rank))
+            late = [str(r) for r in range(self.count) if not self._store.check([self._key(r)])]
         return f"late: learner process {', '.join(late)}" if late else ""
 
     def _first_failure(self, error: BaseException) -> BaseException:
@@ -286,15 +274,13 @@ def open_peers(processes: int) -> Iterator[Peers]:
 
 def _open_store() -> TCPStore:
     """A store that process 0 holds: it outlives the one of torchrun's rendezvous."""
-    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=_CONNECT_S)
-    first = dist.get_rank() == 0
-    opened = (
-        TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        if first
-        else None
+    open_at = partial(
+        TCPStore,
+        os.environ["MASTER_ADDR"],
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
     )
-    port: list[int] = [0 if opened is None else opened.port]
+    own = open_at(port=0, is_master=True) if dist.get_rank() == 0 else None
+    port: list[int] = [0 if own is None else own.port]
     dist.broadcast_object_list(port, src=0)
-    if opened is not None:
-        return opened
-    return TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)
+    return own or open_at(port=port[0], is_master=False)

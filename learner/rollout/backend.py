@@ -38,25 +38,12 @@ class WeightsVersion:
 
 
 class WeightChannel(Protocol):
-    """Puts the training weights into one server."""
+    """Puts the training weights into one server, as `WeightPusher` does."""
 
-    def connect(self) -> CommunicatorReady:
-        """Form the weight group, once. Raises ContractError if another learner owns the server."""
-
-    def push(self, version: int) -> SyncReport:
-        """Make `version` the server's weights. The `seconds` of the report have the `total`, too.
-
-        Raises:
-            RunError: the push broke. Another one may succeed, unless the cause is a ProblemError
-                with status 422: the server will never take these weights.
-            ContractError: another learner owns the server.
-        """
-
-    def abandon(self) -> None:
-        """Leave the group of a lost server; the next push forms a new one."""
-
-    def close(self) -> None:
-        """Leave the group; idempotent."""
+    def connect(self) -> CommunicatorReady: ...
+    def push(self, version: int) -> SyncReport: ...
+    def abandon(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class RolloutBackend(Protocol):
@@ -74,10 +61,6 @@ class RolloutBackend(Protocol):
         """Release connections; idempotent."""
 
 
-ANSWERED = "answered"
-LEARNER = "the learner"  # in the place of a server's URL, where it generates by itself
-
-
 class SyncState(Protocol):
     """mode: what is pushed now. fallback: why that is no longer the adapter, if it was."""
 
@@ -85,6 +68,10 @@ class SyncState(Protocol):
     def mode(self) -> str: ...
     @property
     def fallback(self) -> str | None: ...
+
+
+ANSWERED = "answered"
+LEARNER = "the learner"  # in the place of a server's URL, where it generates by itself
 
 
 @dataclass(frozen=True)
@@ -104,54 +91,42 @@ class Call:
     outcome: str
 
 
-@dataclass(frozen=True)
-class Push:
-    """A push that a server accepted. again: the server had been lost."""
-
-    server: str
-    again: bool
-    report: SyncReport
-
-    @property
-    def seconds(self) -> float:
-        return self.report.seconds["total"]
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "server": self.server,
-            "version": self.report.status.weights_version,
-            "again": self.again,
-            "seconds": self.report.seconds,
-            "bytes": self.report.bytes,
-        }
-
-
 @dataclass
-class Page:
+class _Page:
     """The notes since the last page.
 
+    pushes: (server, whether it had been lost, report), each push that a server accepted.
     lost: (server, reason), each time a server was lost.
     splits: (server, first request, count) of requests taken over from another server.
     probe_s: seconds of a proof of effect, if there was one.
     """
 
     calls: list[Call] = field(default_factory=list)
-    pushes: list[Push] = field(default_factory=list)
+    pushes: list[tuple[str, bool, SyncReport]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     splits: list[tuple[str, int, int]] = field(default_factory=list)
     probe_s: float | None = None
 
     def record(self) -> dict[str, Any]:
         """Return it as a line of the log."""
-        return {
-            "pushes": [push.record() for push in self.pushes],
-            "lost": self.lost,
-            "splits": self.splits,
-            "calls": [asdict(call) for call in self.calls],
-        }
+        pushes = [
+            {
+                "server": server,
+                "version": report.status.weights_version,
+                "again": again,
+                "seconds": report.seconds,
+                "bytes": report.bytes,
+            }
+            for server, again, report in self.pushes
+        ]
+        calls = [asdict(call) for call in self.calls]
+        return {"pushes": pushes, "lost": self.lost, "splits": self.splits, "calls": calls}
 
     def payload(self) -> Payload:
-        """Return counts of the page, and seconds, bytes and GB/s of its slowest push."""
+        """Return counts, and seconds, bytes and GB/s of the slowest push (SYNC-10).
+
+        A phase of another server version is in the log alone.
+        """
         payload = Payload()
         payload.add(
             {
@@ -159,25 +134,22 @@ class Page:
                 "rollout/splits": len(self.splits),
                 "rollout/servers_lost": len(self.lost),
                 "sync/pushes": len(self.pushes),
-                "sync/repushes": sum(push.again for push in self.pushes),
+                "sync/repushes": sum(again for _, again, _ in self.pushes),
             }
         )
         if self.probe_s is not None:
             payload.note({"sync/probe_s": self.probe_s})
         if self.pushes:
-            slowest = max(self.pushes, key=lambda push: push.seconds)
-            payload.merge(_push_payload(slowest.report))
+            slowest = max(
+                (r for _, _, r in self.pushes), key=lambda report: report.seconds["total"]
+            )
+            seconds = slowest.seconds
+            payload.note(
+                {f"sync/{name}_s": seconds[name] for name in SYNC_PHASES if name in seconds}
+            )
+            payload.note({"sync/bytes": slowest.bytes})
+            payload.rate({"sync/gb_per_s": (slowest.bytes / 1e9, seconds["transfer"])})
         return payload
-
-
-def _push_payload(report: SyncReport) -> Payload:
-    """Return the metrics of SYNC-10. A phase of another server version is in the log alone."""
-    seconds = report.seconds
-    payload = Payload()
-    payload.note({f"sync/{phase}_s": seconds[phase] for phase in SYNC_PHASES if phase in seconds})
-    payload.note({"sync/bytes": report.bytes})
-    payload.rate({"sync/gb_per_s": (report.bytes / 1e9, seconds["transfer"])})
-    return payload
 
 
 class Journal:
@@ -195,7 +167,7 @@ class Journal:
         self.healthy = len(servers or ())
         self._servers = servers
         self._sync = sync
-        self._page = Page()
+        self._page = _Page()
 
     @property
     def answered(self) -> int:
@@ -206,7 +178,8 @@ class Journal:
         self._page.calls.append(call)
 
     def push(self, server: str, again: bool, report: SyncReport) -> None:
-        self._page.pushes.append(Push(server, again, report))
+        """Note a push that a server accepted. again: the server had been lost."""
+        self._page.pushes.append((server, again, report))
 
     def probe(self, seconds: float) -> None:
         self._page.probe_s = seconds
@@ -219,18 +192,19 @@ class Journal:
 
     def take(self) -> tuple[dict[str, Any], Payload]:
         """Return the page as a line of the log and as metrics, and begin an empty one."""
-        page, self._page = self._page, Page()
+        page, self._page = self._page, _Page()
         fallback = None if self._sync is None else self._sync.fallback
-        state = {
+        record = {
             "servers": [server.model_dump() for server in self._servers or ()],
             "servers_healthy": self.healthy,
             "sync_mode": None if self._sync is None else self._sync.mode,
             "sync_fallback": fallback,
+            **page.record(),
         }
         if self._servers is None:
-            return state | page.record(), Payload()
+            return record, Payload()
         payload = page.payload()
         payload.note(
             {"rollout/servers_healthy": self.healthy, "sync/fell_back": fallback is not None}
         )
-        return state | page.record(), payload
+        return record, payload

@@ -78,7 +78,6 @@ _KEEP_ALIVE = [
 ]
 _UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
 _TEMPORARY = (_TOO_MANY, 502, 503, 504)
-_OF_A_PROXY = (502, 504)
 _HTML_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
@@ -130,7 +129,7 @@ def needs_push(error: BaseException) -> bool:
 def may_be_of_a_proxy(error: BaseException) -> bool:
     """Return whether a proxy that ends long calls can cause this error."""
     if isinstance(error, ProblemError):
-        return error.problem.status in _OF_A_PROXY and error.problem.type == _FOREIGN
+        return error.problem.status in (502, 504) and error.problem.type == _FOREIGN
     return isinstance(error, ConnectionBroken)
 
 
@@ -146,8 +145,6 @@ class RolloutClient:
     live_interval_s: between two checks of a server that generates.
     token: None: that of ROLLOUT_SERVER_TOKEN, or of the file that ROLLOUT_SERVER_TOKEN_FILE
         names; empty: none.
-    phase_margin_s: a phase of a push has `timeout_s` and this long.
-    max_answer_bytes: size limit of every answer.
     sleep, clock: of `wait_until_pushable`, in seconds.
     """
 
@@ -158,8 +155,6 @@ class RolloutClient:
         infer_timeout_s: float | None = None,
         live_interval_s: float = LIVE_INTERVAL_S,
         token: str | None = None,
-        phase_margin_s: float = PHASE_MARGIN_S,
-        max_answer_bytes: int = MAX_ANSWER_BYTES,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -169,8 +164,7 @@ class RolloutClient:
         self._live_interval_s = live_interval_s
         token = given_token(os.environ) if token is None else token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._phase_s = timeout_s + phase_margin_s
-        self._max_answer_bytes = max_answer_bytes
+        self._probe_s, self._phase_s = min(timeout_s, _PROBE_TIMEOUT_S), timeout_s + PHASE_MARGIN_S
         self._sleep, self._clock = sleep, clock
         self._closed = False
 
@@ -244,7 +238,6 @@ class RolloutClient:
                 the call was given up.
             ProblemError: it refused, or its answer breaks the contract.
         """
-
         body = call.model_dump(mode="json", exclude_none=True)
         parse, limit_s = partial(parse_rollouts, call=call), self._infer_timeout_s
 
@@ -302,10 +295,12 @@ class RolloutClient:
     def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
         """Send the safetensors of an adapter."""
         path = f"/load_adapter/?version={version}&attempt={attempt}"
-        return self._call("POST", path, content, self._phase_s, SyncReport)
+        return self._call("POST", path, content, SyncReport, self._phase_s)
 
     def close_communicator(self, body: GroupCall) -> WeightStatus:
-        return self._phase("/close_communicator/", body, WeightStatus)
+        """Tell the server that the learner leaves; a quick call."""
+        sent = body.model_dump(mode="json")
+        return self._call("POST", "/close_communicator/", sent, WeightStatus, self._probe_s)
 
     def sleep(self) -> WeightStatus:
         """Free the memory of the server's GPUs until `wake_up` or a push."""
@@ -317,27 +312,26 @@ class RolloutClient:
     # --- one call
 
     def _probe(self, path: str, kind: type[Body]) -> Body:
-        return self._call("GET", path, None, min(self.timeout_s, _PROBE_TIMEOUT_S), kind)
+        return self._call("GET", path, None, kind, self._probe_s)
 
     def _phase(self, path: str, body: BaseModel, kind: type[Body]) -> Body:
-        return self._call("POST", path, body, self._phase_s, kind)
+        return self._call("POST", path, body.model_dump(mode="json"), kind, self._phase_s)
 
     def _call(
         self,
         method: str,
         path: str,
-        body: BaseModel | bytes | None,
-        limit_s: float,
+        body: dict[str, Any] | bytes | None,
         kind: type[Body],
+        limit_s: float,
     ) -> Body:
         if self._closed:
             raise RuntimeError("the client is closed")
-        sent = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
 
         async def call() -> Body:
             async with self._connections() as http:
                 parse = kind.model_validate_json
-                return await self._exchange(http, method, path, sent, limit_s, parse)
+                return await self._exchange(http, method, path, body, limit_s, parse)
 
         return asyncio.run(call())
 
@@ -373,8 +367,8 @@ class RolloutClient:
             ):
                 async for piece in response.aiter_bytes():
                     content += piece
-                    if len(content) > self._max_answer_bytes:
-                        found = f"its body is longer than {self._max_answer_bytes} bytes"
+                    if len(content) > MAX_ANSWER_BYTES:
+                        found = f"its body is longer than {MAX_ANSWER_BYTES} bytes"
                         raise ProblemError(_foreign(response, where, found))
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerUnreachable(f"{where}: timed out") from error
@@ -411,10 +405,12 @@ class RolloutClient:
     def _token_refused(self, where: str) -> ContractError:
         source = TOKEN_FILE_VARIABLE if os.environ.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE
         found = f"the server refuses the token of {source}"
-        if not self._headers:
-            found = "the server needs a token, and the learner has none"
-        do = f"Set {TOKEN_VARIABLE} to the token the server was started with"
-        return ContractError(where, found, f"{do}, or name its file in {TOKEN_FILE_VARIABLE}")
+        return ContractError(
+            where,
+            found if self._headers else "the server needs a token, and the learner has none",
+            f"Set {TOKEN_VARIABLE} to the token the server was started with, or name its file in "
+            f"{TOKEN_FILE_VARIABLE}",
+        )
 
     def _address_advice(self) -> str:
         """Return which side to change if the server does not serve the host of `base_url`."""

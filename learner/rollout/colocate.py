@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
@@ -36,6 +36,8 @@ from shared_contracts.weights import Transport
 
 if TYPE_CHECKING:
     from learner.rollout.backend import RolloutBackend
+    from learner.rollout.client import RolloutClient
+    from learner.rollout.server_process import SupervisedServer
 
 T = TypeVar("T")
 
@@ -73,26 +75,25 @@ def place(vllm: VllmConfig, gpus: Sequence[int], processes: int = 1) -> Placemen
     processes: of the learner; several have a worker on the GPU of each, the first ones visible.
     Raises ContractError for a `tensor_parallel_size` that does not fit.
     """
-    asked, there = vllm.tensor_parallel_size, processes if processes > 1 else max(len(gpus), 1)
-    where = "rollout_matching.vllm.tensor_parallel_size"
-    if processes > 1 and asked is not None and (there % asked or (asked > 1 and not gpus)):
+    where, asked = "rollout_matching.vllm.tensor_parallel_size", vllm.tensor_parallel_size
+    workers = processes if processes > 1 else max(len(gpus), 1)
+    if processes > 1 and asked is not None and (workers % asked or (asked > 1 and not gpus)):
         raise ContractError(
             where,
             f"{asked}, and there is one worker for each of {processes} learner processes",
             "Set it to a divisor of the number of processes, or leave it out",
         )
-    if asked is not None and asked > there:
+    if asked is not None and asked > workers:
         seen = "no GPU is" if not gpus else f"{len(gpus)} of them are"
         raise ContractError(
             where,
             f"{asked} GPUs are asked for, and {seen} visible to the learner",
-            f"Lower it to {there} or leave it out, or make more visible ({CUDA_VISIBLE})",
+            f"Lower it to {workers} or leave it out, or make more visible ({CUDA_VISIBLE})",
         )
-    sizes = [size for size in TENSOR_PARALLEL_SIZES if size <= there]
-    fits = [size for size in sizes if processes == 1 or not there % size]
-    size = asked or (fits[0] if processes == 1 or gpus else 1)
-    adapted = ""
-    if processes == 1 and size < TENSOR_PARALLEL_SIZES[0] and asked is None:
+    most = workers if gpus else 1
+    fits = [n for n in TENSOR_PARALLEL_SIZES if n <= most and (processes == 1 or not workers % n)]
+    size, adapted = asked or fits[0], ""
+    if processes == 1 and asked is None and size < TENSOR_PARALLEL_SIZES[0]:
         found = "no GPU is visible" if not gpus else f"{len(gpus)} visible"
         adapted = f"tensor_parallel_size {TENSOR_PARALLEL_SIZES[0]} by default, but {found}"
     replicas = processes // size if processes > 1 else 1
@@ -150,57 +151,20 @@ def media_dirs(samples: Iterable[Sample]) -> list[Path]:
     return sorted({image.parent for sample in samples for image in sample.images})
 
 
-class NoServer:
-    """Stands for the server in the processes that do not own it."""
-
-    starts = 1
-
-    def await_ready(self) -> None: ...
-    def check(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-class OwnServer(Protocol):
-    """The process behind the backend (see `SupervisedServer`)."""
-
-    @property
-    def starts(self) -> int:
-        """The number of its starts."""
-
-    def await_ready(self) -> None:
-        """Wait until the newest start is ready; raises RunError if it cannot be."""
-
-    def check(self) -> None:
-        """Raise RunError if it cannot be started again."""
-
-    def stop(self) -> None:
-        """Stop it; idempotent."""
-
-
-class ServerMemory(Protocol):
-    """The memory of the server's GPUs (see `RolloutClient`)."""
-
-    def sleep(self) -> object:
-        """Give it up, the weights to host memory; a second call changes nothing."""
-
-    def wake_up(self) -> object:
-        """Take it back; a push does so, too."""
-
-
 class ColocatedBackend:
     """The backend of servers, with the one server of the learner.
 
+    own: the server; None in every process but process 0.
     room: frees memory of the learner while the server works. memory: of the server, which gives it
-    up while the learner works; None where it keeps it, as on the CPU. peers: the learner processes;
-    process 0 owns the server.
+    up while the learner works; None where it keeps it, as on the CPU. peers: the learner processes.
     """
 
     def __init__(
         self,
         servers: RolloutBackend,
-        own: OwnServer,
+        own: SupervisedServer | None,
         room: Callable[[], AbstractContextManager[None]],
-        memory: ServerMemory | None = None,
+        memory: RolloutClient | None = None,
         peers: Peers = SINGLE_PROCESS,
     ) -> None:
         self._servers = servers
@@ -265,7 +229,8 @@ class ColocatedBackend:
         try:
             self._servers.close()
         finally:
-            self._own.stop()
+            if self._own is not None:
+                self._own.stop()
 
     def _working(self, work: Callable[[], T]) -> T:
         """Return the work's result. A start may take longer than other servers are waited for.
@@ -274,20 +239,21 @@ class ColocatedBackend:
 
         Raises what `work` raises, or why the server is gone for good.
         """
-        while True:
+        while self._own is not None:
             self._own.await_ready()
-            if self._peers.count > 1:
-                return work()
             starts = self._own.starts
             try:
                 return work()
             except RunError as error:
+                if self._peers.count > 1:
+                    raise
                 try:
                     self._own.check()
                 except RunError as reason:
                     raise reason from error
                 if self._own.starts == starts:
                     raise
+        return work()
 
 
 def describe_backend(config: Config, placement: Placement | None) -> str:

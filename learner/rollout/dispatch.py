@@ -9,26 +9,103 @@ While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free 
 """
 
 import threading
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 from uuid import uuid4
 
-from learner.rollout.distribution import CHUNKS_AHEAD, cut, most_at_once, next_call, plan_chunks
-from learner.rollout.parallel_calls import Calls
-from learner.rollout.server_handle import Part, ServerHandle, ServerLost
-from learner.rollout.server_pool import ServerPool
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.distributed.waiting import waiting_for
+from learner.rollout.backend import Journal
+from learner.rollout.distribution import CHUNKS_AHEAD, cut, next_call, plan_chunks, rank_caps
+from learner.rollout.parallel_calls import in_thread
+from learner.rollout.server_handle import Clock, Part, ServerHandle, ServerLost, Sleep
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 
+T = TypeVar("T")
+
+# Longer than any engine takes to be built again.
+LONGEST_WAIT_S = 1800.0
+# Between two checks; doubled each time.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 # Servers that come back and are lost again without one answer end the run.
 FRUITLESS_RETURNS = 3
 
 
 @dataclass(frozen=True)
+class ServerPool:
+    """All servers, also lost ones.
+
+    decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
+    timeout_s: longest wait for servers that do not answer. peers: the learner processes.
+    sleep, clock: of the waits, in seconds.
+    """
+
+    servers: Sequence[ServerHandle]
+    decode_batch_size: int
+    timeout_s: float
+    journal: Journal
+    peers: Peers = SINGLE_PROCESS
+    sleep: Sleep = time.sleep
+    clock: Clock = time.monotonic
+
+    def usable(self) -> list[ServerHandle]:
+        return [server for server in self.servers if server.lost is None]
+
+    def lost(self) -> list[ServerHandle]:
+        return [server for server in self.servers if server.lost is not None]
+
+    def reasons(self) -> str:
+        """Return why each server is lost."""
+        return "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
+
+    def caps(self, usable: Sequence[ServerHandle]) -> dict[ServerHandle, int]:
+        """Return the most requests of this process at each of these servers (DIST-03).
+
+        They are its shares of all servers, so they do not depend on what another process has
+        lost. A process that has no share at any of them gets one place at each.
+        """
+        sizes = [server.world_size for server in self.servers]
+        caps = rank_caps(self.decode_batch_size, sizes, self.peers.count, self.peers.rank)
+        shares = dict(zip(self.servers, caps, strict=True))
+        here = {server: shares[server] for server in usable}
+        return here if any(here.values()) else dict.fromkeys(here, 1)
+
+    def wait_for(self, find: Callable[[], list[T]]) -> list[T]:
+        """Call `find` until it returns a server.
+
+        Raises:
+            RunError: for `timeout_s` no server was starting or needed only a push, or none came
+                back within LONGEST_WAIT_S.
+        """
+        began = last_sign = self.clock()
+        pause_s = _FIRST_PAUSE_S
+        with waiting_for("a rollout server to come back", self.reasons):
+            while not (found := find()):
+                now = self.clock()
+                if any(server.starting or server.wants_push for server in self.servers):
+                    last_sign = now
+                limit_s, name = LONGEST_WAIT_S, "the longest wait"
+                if now - last_sign > self.timeout_s:
+                    limit_s, name = self.timeout_s, "rollout_matching.vllm.server.timeout_s"
+                if now - began > limit_s:
+                    raise RunError(
+                        f"no rollout server can take a push and answer; waited {limit_s:.0f} s "
+                        f"({name}) for one to come back or to start. {self.reasons()}"
+                    )
+                self.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return found
+
+
+@dataclass(frozen=True)
 class Job:
-    """The requests of one rollout; request i is sampled with `seed + i` (SEED-01).
+    """The requests of one rollout, each for one answer; request i has `seed + i` (SEED-01).
 
     version: of the weights that must answer; None: any.
     """
@@ -68,9 +145,8 @@ class Dispatch:
         self._queues: dict[ServerHandle, deque[Part]] = {one: deque() for one in pool.servers}
         self._caps: dict[ServerHandle, int] = {}
         self._unassigned = len(job.requests)
-        self._in_flight: Counter[ServerHandle] = Counter()  # requests
-        self._running: Counter[ServerHandle] = Counter()  # calls
-        self._calls: Calls[tuple[ServerHandle, Part, int], list[RolloutEnvelope]] = Calls()
+        # Running calls; with the `returns` of the server when each began.
+        self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, Part, int]] = {}
         self._outages: list[float] = []  # since the last answer: when no server was usable
         self._given_up = threading.Event()
 
@@ -133,19 +209,18 @@ class Dispatch:
     def _send(self) -> None:
         for server in self._pool.servers:
             while (part := self._next_part(server)) is not None:
-                self._in_flight[server] += len(part.requests)
-                self._running[server] += 1
                 call = self._job.call(part.requests)
                 answer = partial(server.answer, call, part, self._given_up)
-                self._calls.start((server, part, server.returns), answer)
+                self._calls[in_thread(answer)] = (server, part, server.returns)
 
     def _next_part(self, server: ServerHandle) -> Part | None:
         """Take the requests of the next call from a server's queue; None without a free place."""
         queue = self._queues[server]
-        most = most_at_once(self._caps.get(server, 0), self._job.config.n)
+        most = max(1, self._caps.get(server, 0))
         waiting = self._unassigned + sum(len(part.requests) for part in queue)
-        free = most - self._in_flight[server]
-        count = next_call(waiting, free, most, self._pool.peers.count, self._running[server])
+        running = [len(part.requests) for each, part, _ in self._calls.values() if each is server]
+        free = most - sum(running)
+        count = next_call(waiting, free, most, self._pool.peers.count, len(running))
         if not queue or count == 0:
             return None
         requests, tried = queue.popleft()
@@ -155,9 +230,8 @@ class Dispatch:
 
     def _take(self) -> None:
         """Wait for the next call that ends."""
-        (server, part, returns), outcome = self._calls.take()
-        self._in_flight[server] -= len(part.requests)
-        self._running[server] -= 1
+        outcome = next(as_completed(self._calls))
+        server, part, returns = self._calls.pop(outcome)
         try:
             envelopes = outcome.result()
         except ServerLost as error:

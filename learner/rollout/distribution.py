@@ -55,14 +55,6 @@ def rank_chunk_size(
     return decode_batch_size * devices // learner_world_size
 
 
-def most_at_once(cap: int, n: int = 1) -> int:
-    """Return the most requests in flight at a server, with `cap` sequences at once (DIST-04).
-
-    n: answers to each request. There is room for one request at least.
-    """
-    return max(1, cap // n)
-
-
 # Calls of all ranks at a server at the same time, where requests wait for places; it takes 64.
 _CALLS = 32
 

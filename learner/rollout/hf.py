@@ -11,8 +11,7 @@ says one thing: which tokens end an answer, beside the tokenizer's end of sequen
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +23,13 @@ from transformers import (
 )
 
 from learner.models.families import family_of
+from learner.models.prompts import EncodedPrompt
 from learner.rollout.backend import LEARNER, Call, Journal, WeightsVersion
 from learner.rollout.repeat_processor import RepeatProcessor
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-
-
-class Prompt(Protocol):
-    """A prompt as the model's processor encodes it, image placeholders expanded.
-
-    ids: (P,); mm_token_types: (P,) 0 text, 1 image; pixel_values: (patches, dim) or None;
-    image_grid_thw: (images, 3) or None.
-    """
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def mm_token_types(self) -> Tensor: ...
-    @property
-    def pixel_values(self) -> Tensor | None: ...
-    @property
-    def image_grid_thw(self) -> Tensor | None: ...
 
 
 class HfBackend:
@@ -63,7 +46,7 @@ class HfBackend:
     def __init__(
         self,
         model: PreTrainedModel,
-        encode: Callable[[RolloutInferRequest], Prompt],
+        encode: Callable[[RolloutInferRequest], EncodedPrompt],
         tokenizer: PreTrainedTokenizerBase,
         guard: RepeatTerminateConfig,
         decode_batch_size: int,
@@ -94,13 +77,14 @@ class HfBackend:
         Raises:
             RunError: a prompt leaves no room for an answer.
         """
-        _require_served(request_config)
+        assert request_config.n == 1, "one answer per request"
+        assert not request_config.stop, "stop strings belong to servers"
         outputs: list[RolloutOutput] = []
-        with _answering(self._model), self._computing():
+        dtype = self._compute_dtype
+        autocast = torch.autocast(self._model.device.type, dtype, enabled=dtype is not None)
+        with _answering(self._model), autocast:
             for start in range(0, len(requests), self._rows):
-                prompts = [
-                    self._encode(request) for request in requests[start : start + self._rows]
-                ]
+                prompts = [self._encode(each) for each in requests[start : start + self._rows]]
                 rooms = [
                     self._room(start + index, prompt.ids.numel(), request_config.max_tokens)
                     for index, prompt in enumerate(prompts)
@@ -129,7 +113,7 @@ class HfBackend:
 
     def _batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EncodedPrompt],
         rooms: Sequence[int],
         config: RequestConfig,
         seed: int | None,
@@ -143,36 +127,32 @@ class HfBackend:
         guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
         inputs = _padded(prompts, self._family.inputs)
-        with _seeded(seed if config.temperature else None, device):
+        drawn_from = seed if config.temperature else None
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=drawn_from is not None):
+            if drawn_from is not None:
+                torch.manual_seed(drawn_from)
             rows: list[list[int]] = self._model.generate(  # type: ignore[operator]
                 **{name: tensor.to(device) for name, tensor in inputs.items()},
                 generation_config=self._decoding(config, max(rooms)),
                 logits_processor=LogitsProcessorList([guard] if self._guard.enabled else []),
             ).tolist()
-        return [
-            self._output(
-                prompt.ids.tolist(),
-                row[width:][:room],
-                guard,
-                None if seed is None else seed + index,
+        outputs = []
+        for index, (prompt, row, room) in enumerate(zip(prompts, rows, rooms, strict=True)):
+            generated = row[width:][:room]
+            end = next((i for i, token in enumerate(generated) if token in self._ends), None)
+            ids = generated[:end]
+            output = RolloutOutput(
+                prompt_token_ids=prompt.ids.tolist(),
+                response_token_ids=ids,
+                text=str(self._tokenizer.decode(ids, skip_special_tokens=False)),
+                finish_reason="length" if end is None else "stop",
+                repeat_terminated=end is not None and guard.ended(ids),
+                weights_version=(self.version.newest, self.version.newest),
+                seed=None if seed is None else seed + index,
             )
-            for index, (prompt, row, room) in enumerate(zip(prompts, rows, rooms, strict=True))
-        ]
-
-    def _output(
-        self, prompt: list[int], generated: list[int], guard: RepeatProcessor, seed: int | None
-    ) -> RolloutOutput:
-        end = next((i for i, token in enumerate(generated) if token in self._ends), None)
-        ids = generated[:end]
-        return RolloutOutput(
-            prompt_token_ids=prompt,
-            response_token_ids=ids,
-            text=str(self._tokenizer.decode(ids, skip_special_tokens=False)),
-            finish_reason="length" if end is None else "stop",
-            repeat_terminated=end is not None and guard.ended(ids),
-            weights_version=(self.version.newest, self.version.newest),
-            seed=seed,
-        )
+            outputs.append(output)
+        return outputs
 
     def _decoding(self, config: RequestConfig, max_new_tokens: int) -> GenerationConfig:
         sampling = {
@@ -192,11 +172,6 @@ class HfBackend:
             use_cache=True,
         )
 
-    def _computing(self) -> "torch.autocast | nullcontext[None]":
-        if self._compute_dtype is None:
-            return nullcontext()
-        return torch.autocast(self._model.device.type, self._compute_dtype)
-
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end an answer, as vLLM reads them; that of the tokenizer is first."""
@@ -206,14 +181,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return list(dict.fromkeys([tokenizer.eos_token_id, *others]))
 
 
-def _require_served(config: RequestConfig) -> None:
-    """The learner's own requests have none of these."""
-    assert config.n == 1, "one answer per request"
-    assert not config.stop, "stop strings belong to servers"
-    assert config.presence_penalty == config.frequency_penalty == 0.0
-
-
-def _padded(prompts: Sequence[Prompt], names: Sequence[str]) -> dict[str, Tensor]:
+def _padded(prompts: Sequence[EncodedPrompt], names: Sequence[str]) -> dict[str, Tensor]:
     """Inputs of one forward; B prompts of at most L ids -> (B, L), padded on the left.
 
     A row is padded with its own first id, which the attention mask hides: a repetition
@@ -228,15 +196,12 @@ def _padded(prompts: Sequence[Prompt], names: Sequence[str]) -> dict[str, Tensor
         ids[row, start:] = prompt.ids
         types[row, start:] = prompt.mm_token_types
         mask[row, start:] = 1
-    images = {"mm_token_type_ids": types}
-    pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
-    grids = [p.image_grid_thw for p in prompts if p.image_grid_thw is not None]
-    if pixels:
-        images["pixel_values"] = torch.cat(pixels)
-    if grids:
-        images["image_grid_thw"] = torch.cat(grids)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    return inputs | {name: tensor for name, tensor in images.items() if name in names}
+    inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types}
+    for name in ("pixel_values", "image_grid_thw"):
+        if images := [image for p in prompts if (image := getattr(p, name)) is not None]:
+            inputs[name] = torch.cat(images)
+    taken = ("input_ids", "attention_mask", *names)
+    return {name: tensor for name, tensor in inputs.items() if name in taken}
 
 
 @contextmanager
@@ -261,14 +226,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers, and restore their state afterwards; None changes nothing."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

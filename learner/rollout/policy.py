@@ -10,8 +10,8 @@ A step calls `mark_updated` when it has changed the training weights.
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,6 @@ class Asking:
     system: str | None
     config: RequestConfig
     evaluation: RequestConfig | None = None
-
-    def decoding(self, *, evaluating: bool) -> RequestConfig:
-        return (evaluating and self.evaluation) or self.config
 
 
 def asking_of(config: Config) -> Asking:
@@ -151,7 +148,7 @@ class Policy:
     ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        return self._answer(self._opened.backend.rollout, samples, seed, evaluating=evaluating)
+        return self._answer(self._opened.backend.rollout, samples, seed, evaluating)
 
     def stream(
         self, samples: Sequence[Sample], seed: int
@@ -161,13 +158,12 @@ class Policy:
             yield self.answer(samples, seed)
             return
         assert not self.is_behind(), "push_if_stale comes before stream"
-        with closing(self._opened.stream(*self._asked(samples, seed))) as chunks:
+        with closing(self._opened.stream(*self._asked(samples, seed, False))) as chunks:
             while True:
                 with self._naming_first_wait(len(samples)):
                     outputs = next(chunks, None)
                 if outputs is None:
                     return
-                self._has_answered = True
                 yield outputs
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
@@ -176,7 +172,7 @@ class Policy:
         Raises PushNeeded.
         """
         ask = self._opened.ask_asynchronous or self._opened.backend.rollout
-        return self._answer(ask, samples, seed)
+        return self._answer(ask, samples, seed, evaluating=False)
 
     def repush_restarted(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
@@ -187,26 +183,30 @@ class Policy:
             self._opened.repush_restarted()
 
     def _answer(
-        self, ask: Ask, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
+        self, ask: Ask, samples: Sequence[Sample], seed: int, evaluating: bool
     ) -> list[RolloutOutput]:
         with self._naming_first_wait(len(samples)):
-            outputs = ask(*self._asked(samples, seed, evaluating=evaluating))
-        self._has_answered = True
-        return outputs
+            return ask(*self._asked(samples, seed, evaluating))
+
+    def _decoding(self, evaluating: bool) -> RequestConfig:
+        return (evaluating and self._asking.evaluation) or self._asking.config
 
     def _asked(
-        self, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
+        self, samples: Sequence[Sample], seed: int, evaluating: bool
     ) -> tuple[list[RolloutInferRequest], RequestConfig]:
-        asking = self._asking
-        requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
-        decoding = asking.decoding(evaluating=evaluating)
-        return requests, decoding.model_copy(update={"seed": seed})
+        prompt, system = self._asking.prompt, self._asking.system
+        requests = [build_request(sample, prompt, system) for sample in samples]
+        return requests, self._decoding(evaluating).model_copy(update={"seed": seed})
 
-    def _naming_first_wait(self, count: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _naming_first_wait(self, count: int) -> Iterator[None]:
         """Name the wait for the first of `count` answers; later waits are those of the step."""
         if self._has_answered:
-            return nullcontext()
-        return waiting_for("answers", self.progress(count))
+            yield
+            return
+        with waiting_for("answers", self.progress(count)):
+            yield
+        self._has_answered = True
 
     def progress(self, count: int) -> Callable[[], str]:
         """Return a function that describes the progress of `count` requested answers."""
@@ -214,10 +214,10 @@ class Policy:
 
         def now() -> str:
             there = self._opened.journal.answered - before
-            per_second = there / (time.monotonic() - began)
             so_far = f"{there} of {count} are there"
             if not there:
                 return so_far
+            per_second = there / (time.monotonic() - began)
             left = duration((count - there) / per_second)
             return f"{so_far}, {per_second:.1f} a second, {left} left"
 
@@ -226,9 +226,8 @@ class Policy:
     def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
         record, payload = self._opened.journal.take()
-        decoding = self._asking.decoding(evaluating=evaluating)
-        told = decoding.model_dump(exclude_defaults=True)
-        return {"weights_version": self.version, "decoding": told, **record}, payload
+        decoding = self._decoding(evaluating).model_dump(exclude_defaults=True)
+        return {"weights_version": self.version, "decoding": decoding, **record}, payload
 
     def close(self) -> None:
         self._opened.backend.close()

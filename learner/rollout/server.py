@@ -20,18 +20,10 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank
 from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, WeightChannel, WeightsVersion
 from learner.rollout.client import RolloutClient
-from learner.rollout.dispatch import Dispatch, Job
-from learner.rollout.distribution import part_size
+from learner.rollout.dispatch import Dispatch, Job, ServerPool
+from learner.rollout.distribution import part_size, rank_chunk_size
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.server_handle import (
-    Clock,
-    Differences,
-    ServerHandle,
-    ServerReport,
-    Sleep,
-    no_differences,
-)
-from learner.rollout.server_pool import ServerPool
+from learner.rollout.server_handle import Clock, Differences, ServerHandle, Sleep
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
@@ -74,7 +66,7 @@ class ServerBackend:
         decode_batch_size: int,
         journal: Journal | None = None,
         sleep: Sleep = time.sleep,
-        differences: Differences = no_differences,
+        differences: Differences | None = None,
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
         proof: ProofOfEffect | None = None,
@@ -105,7 +97,8 @@ class ServerBackend:
 
     def round_size(self) -> int:
         """Return the most requests of this process at once (DIST-04)."""
-        return self._pool.round_size()
+        sizes = [server.world_size for server in self._servers]
+        return rank_chunk_size(self._pool.decode_batch_size, sizes, self._peers.count)
 
     def close(self) -> None:
         """Give up running requests of all threads, and leave the servers."""
@@ -176,7 +169,7 @@ class ServerBackend:
             if self._is_leader:
                 server.lose(str(error))
             return False
-        self._by_leader(partial(server.adopt_push, version, report))
+        self._by_leader(partial(server.adopt_push, report))
         self.version.record(version)
         return True
 
@@ -238,7 +231,7 @@ class ServerBackend:
         )
         if not self._is_leader:
             for server, report in zip(self._servers, reports, strict=True):
-                server.adopt(ServerReport(*report))
+                server.adopt(*report)
         return found
 
     def _due(self) -> list[ServerHandle]:

@@ -26,7 +26,6 @@ from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
-    ServerUnreachable,
     TooManyCalls,
     may_be_of_a_proxy,
     may_pass,
@@ -61,17 +60,6 @@ _REFUSED = 422
 _RESTARTED = "the server or one of its replicas was restarted"
 
 
-class ServerReport(NamedTuple):
-    """What process 0 knows of a server and sends to the other processes; values of JSON.
-
-    server_epoch: None before its weight group was formed. lost: the reason; None: it is usable.
-    """
-
-    server_epoch: str | None
-    world_size: int
-    lost: str | None
-
-
 class Part(NamedTuple):
     """Consecutive requests of a rollout, and the number of earlier attempts."""
 
@@ -88,11 +76,6 @@ class ServerLost(Exception):
     def __init__(self, reason: str, tried: int) -> None:
         super().__init__(reason)
         self.tried = tried
-
-
-def no_differences(url: str, info: Info) -> Iterable[ContractError]:
-    """Accept any server."""
-    return ()
 
 
 class ServerHandle:
@@ -115,7 +98,7 @@ class ServerHandle:
         client: RolloutClient,
         journal: Journal,
         channel: WeightChannel | None = None,
-        differences: Differences = no_differences,
+        differences: Differences | None = None,
         sleep: Sleep = time.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -130,7 +113,6 @@ class ServerHandle:
         self._differences = differences
         self._sleep, self._clock = sleep, clock
         self._epoch: str | None = None
-        self._pushed: int | None = None  # what it has, as far as this process pushed it
         self._rest_s = self._rests_until = 0.0
         self._changing = threading.Lock()  # `lost`
 
@@ -144,7 +126,7 @@ class ServerHandle:
     def answer(
         self, call: InferCall, part: Part, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
-        """Return one envelope per request, of the expected weights.
+        """Return one envelope per request.
 
         given_up: set when the answer is no longer needed; ends the call and its retries.
 
@@ -166,7 +148,6 @@ class ServerHandle:
             tried, epoch, began = tried + 1, self._epoch, self._clock()
             try:
                 envelopes = self._client.infer(call, epoch, given_up)
-                _require_weights(call, envelopes, self.url)
             except SERVER_ERRORS as error:
                 note(str(error))
                 if may_be_of_a_proxy(error):
@@ -235,40 +216,21 @@ class ServerHandle:
             if self.lost is None:
                 _LOG.warning("rollout server %s is lost: %s", self.url, reason)
                 self._journal.lost(self.url, reason)
+            elif self.lost != reason:
+                _LOG.warning("rollout server %s stays lost: %s", self.url, reason)
             self.lost = reason
             if self._channel is not None:
                 self._channel.abandon()
 
-    def report(self) -> ServerReport:
-        return ServerReport(self._epoch, self.world_size, self.lost)
+    def report(self) -> tuple[str | None, int, str | None]:
+        """Return what process 0 knows of it, as `adopt` takes it: values of JSON."""
+        return self._epoch, self.world_size, self.lost
 
-    def adopt(self, report: ServerReport) -> None:
+    def adopt(self, epoch: str | None, world_size: int, lost: str | None) -> None:
         """Adopt the state in process 0, which has already logged a loss."""
-        self._epoch, self.world_size, self.lost = report
-        if report.lost is None:
+        self._epoch, self.world_size, self.lost = epoch, world_size, lost
+        if lost is None:
             self._use()
-
-    def reconnect(self, version: int | None) -> None:
-        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
-        if self._channel is not None and version not in (None, self._pushed):
-            self.wants_push = self.check()
-            return
-        try:
-            self._client.health()
-            info = self._client.info()
-            self._require_same(info)
-        except RunError as error:
-            self._stay_lost(error)
-            return
-        held = info.weights_version
-        if version is not None and (info.weights_state, held) != ("READY", version):
-            found = f"it has weights {held} ({info.weights_state}), and {version} are not pushed"
-            self._stay_lost(RunError(found))
-            self.wants_push = held <= version
-            return
-        self._epoch, self.world_size = info.server_epoch, info.world_size
-        self._use()
-        _LOG.warning("rollout server %s is back", self.url)
 
     def check(self) -> bool:
         """Return whether it is lost and can take a push now; makes one quick call.
@@ -276,23 +238,72 @@ class ServerHandle:
         A usable server that was restarted, or lacks the weights, is lost. One that does not
         answer is left to the calls: after a restart it has another epoch.
         """
-        usable, returns = self.lost is None, self.returns
+        usable, returns, reason = self.lost is None, self.returns, ""
         try:
-            epoch = self._client.health().server_epoch
+            if self._client.health().server_epoch != self._epoch:
+                reason = _RESTARTED
         except SERVER_ERRORS as error:
-            if not needs_push(error):
-                if not usable:
-                    self._stay_lost(error)
+            if needs_push(error):
+                reason = str(error)
+            elif not usable:
+                self._stay_lost(error)
                 return False
-            reason = str(error)
-        else:
-            if usable and epoch == self._epoch:
-                return False
-            reason = _RESTARTED
+        if usable and not reason:
+            return False
         if usable:
             self.lose(reason, returns)
         self.starting = self.wants_push = False
         return self.lost is not None
+
+    def reconnect(self, version: int | None) -> None:
+        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
+        try:
+            self._restore(version, push=False)
+        except RunError as error:
+            self._stay_lost(error)
+
+    def _restore(self, version: int | None, *, push: bool) -> None:
+        """Use a lost server again, with `push` after a push of `version` if it lacks these weights.
+
+        A push whose answer was lost is not repeated: the server would refuse it.
+
+        Raises RunError: the server is not there, differs or lacks the weights, or the push broke.
+        """
+        refusal: RunError | None = None
+        try:
+            self._client.health()
+        except ProblemError as error:
+            if not needs_push(error):
+                raise
+            refusal = error
+        info = self._client.info()
+        if self._differences and (found := list(self._differences(self.url, info))):
+            raise RunError("; ".join(map(str, found)))
+        missing = self._lacks(version, info)
+        if refusal is not None and missing is None:
+            if push and any(replica.state == "asleep" for replica in info.replicas):
+                self._client.wake_up()
+            else:
+                missing = refusal
+        if missing is None:
+            self._epoch, self.world_size = info.server_epoch, info.world_size
+            self._use()
+        elif push and version is not None:
+            self._push(version, again=True)
+        else:
+            raise missing
+        _LOG.warning("rollout server %s is back", self.url)
+
+    def _lacks(self, version: int | None, info: Info) -> RunError | None:
+        """Return what a server that answers lacks, if that is the weights `version`."""
+        held, state = info.weights_version, info.weights_state
+        restarted = self._channel is not None and info.server_epoch != self._epoch
+        if version is None or ((state, held) == ("READY", version) and not restarted):
+            return None
+        found = f"it has weights {held} ({state}), and {version} are not pushed"
+        if held > version:  # another learner pushed them
+            return RunError(found)
+        return ProblemError(Problem.of("push-needed", found, f"GET {self.url}/info/"))
 
     def rests(self) -> bool:
         """Return whether a repeated push failed so recently that none is tried yet."""
@@ -309,10 +320,6 @@ class ServerHandle:
             self.returns += 1
         self.starting = self.wants_push = False
 
-    def _require_same(self, info: Info) -> None:
-        if found := list(self._differences(self.url, info)):
-            raise RunError("; ".join(map(str, found)))
-
     # --- pushes, in process 0
 
     def connect(self) -> int:
@@ -326,77 +333,43 @@ class ServerHandle:
     def push_to_version(self, version: int | None) -> RunError | None:
         """Make `version` its weights (None: any) and use it. If that fails, it is lost.
 
-        Returns the error. Raises what would fail again: ContractError where another learner owns
-        the server, RunError where the server refused the weights.
+        Returns the error. After a failure a lost server `rests`, longer every time. Raises what
+        would fail again: ContractError where another learner owns the server, RunError where the
+        server refused the weights.
         """
+        was_lost = self.lost is not None
         try:
-            if self.lost is None and version is not None:
-                self._push(version)
+            if was_lost or version is None:
+                self._restore(version, push=True)
             else:
-                self.restore(version)
+                self._push(version)
         except RunError as error:
             cause = error.__cause__
             if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
                 raise
+            if was_lost:
+                self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+                self._rests_until = self._clock() + self._rest_s
             self.lose(str(error))
             return error
-        return None
-
-    def restore(self, version: int | None) -> None:
-        """Use a lost server again, after a push of `version` unless it has these weights.
-
-        A push whose answer was lost is not repeated: the server would refuse it. After a failure
-        the server `rests`, longer every time.
-
-        Raises:
-            RunError: the push broke, or the server is not there or differs.
-        """
-        try:
-            info = self._client.info()
-            self._require_same(info)
-            if version is not None and not self._has(version, info):
-                self._push(version, again=True)
-            elif self._epoch is not None:
-                self._epoch, self.world_size = info.server_epoch, info.world_size
-            if any(replica.state == "asleep" for replica in info.replicas):
-                self._client.wake_up()
-        except RunError as error:
-            self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-            self._rests_until = self._clock() + self._rest_s
-            if self.lost != str(error):
-                _LOG.warning("rollout server %s stays lost: %s", self.url, error)
-            raise
         self._rest_s = self._rests_until = 0.0
-        self._use()
-        _LOG.warning("rollout server %s is back", self.url)
+        return None
 
     def _push(self, version: int, again: bool = False) -> None:
         """Raises RunError: the push broke, or did not reach every replica."""
         assert self._channel is not None
         self.connect()
-        try:
-            report = self._channel.push(version)
-        except RunError as error:
-            answer_lost = isinstance(error.__cause__, ServerUnreachable | TimeoutError)
-            self._pushed = version if answer_lost else None
-            raise
-        self._pushed = version
+        report = self._channel.push(version)
         self.connect()  # the push may have formed the group anew
         if report.status.server_epoch != self._epoch:
             raise RunError(f"{self.url} lost a replica while weights were pushed")
+        self.adopt_push(report, again)
+
+    def adopt_push(self, report: SyncReport, again: bool = False) -> None:
+        """Note a push that succeeded, and use the server."""
+        self._epoch = report.status.server_epoch
         self._journal.push(self.url, again, report)
         self._use()
-
-    def adopt_push(self, version: int, report: SyncReport) -> None:
-        """Note a push that several processes made together."""
-        self._pushed, self._epoch = version, report.status.server_epoch
-        self._journal.push(self.url, False, report)
-        self._use()
-
-    def _has(self, version: int, info: Info) -> bool:
-        """Return whether a push of `version` reached it, and nothing was restarted since."""
-        has = (info.server_epoch, info.weights_state, info.weights_version)
-        return self._pushed == version and has == (self._epoch, "READY", version)
 
 
 def _pause_s(state: RetryCallState) -> float:
@@ -423,22 +396,10 @@ def _proxy_advice(cut_ages_s: Sequence[float]) -> str:
 
 
 def _named(problem: Problem, call: InferCall) -> Problem:
-    """Return a refusal with the uuid of each request that it is about."""
+    """Return a refusal with the uuids of the requests that it is about, of `_NAMED` at most."""
     indices = [error.get("index") for error in problem.errors or []]
-    known = [i for i in indices if type(i) is int and 0 <= i < len(call.infer_requests)]
-    if not known:
+    samples = [str(one.uuid) for i, one in enumerate(call.infer_requests) if i in indices]
+    if not samples:
         return problem
-    samples = [str(call.infer_requests[index].uuid) for index in known]
-    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
-    detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}{more}"
+    detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}"
     return problem.model_copy(update={"detail": detail})
-
-
-def _require_weights(call: InferCall, envelopes: Sequence[RolloutEnvelope], url: str) -> None:
-    """Raise OtherWeights for an answer of other weights than the call expects."""
-    expected = call.expected_weights_version
-    for envelope in envelopes:
-        versions = set(envelope.coordexp.weights_version)
-        if expected is not None and versions != {expected}:
-            found = f"version {expected} is expected, and {sorted(versions)} answered"
-            raise OtherWeights(Problem.of("other-weights", found, f"POST {url}/infer/"))

@@ -62,7 +62,7 @@ class ServerProcess:
     """
 
     _log_start = 0  # bytes of the log before this start
-    _grace_s = SERVER_GRACE_S
+    _grace_s = SERVER_GRACE_S  # of a stand-in that starts another program
 
     def __init__(
         self,
@@ -125,7 +125,6 @@ class ServerProcess:
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait for its end; return the exit code."""
         return self._process.wait()
 
     def stop(self) -> None:
@@ -140,7 +139,6 @@ class ServerProcess:
             self._process.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL; its engines end with it."""
         self._process.kill()
 
     def log_tail(self) -> str:

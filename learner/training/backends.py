@@ -26,8 +26,6 @@ from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import (
     ColocatedBackend,
-    NoServer,
-    OwnServer,
     Placement,
     media_dirs,
     server_settings,
@@ -39,7 +37,7 @@ from learner.rollout.server_process import ServerProcess, SupervisedServer, free
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
-from learner.rollout.sync.weights import GatheredWeights, StreamedWeights, SyncMode
+from learner.rollout.sync.weights import GatheredWeights, MergedWeights, SyncMode
 from learner.runs.atomic_files import publish_text
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.server_checks import differences
@@ -136,8 +134,8 @@ def _over_servers(
     ]
     shared = None
     if together:
-        source = mode.current() if gathered is None else StreamedWeights(gathered)
-        shared = SharedPush(peers, channels[0] if channels else None, source, transport)
+        whole = gathered or MergedWeights(loaded.model)
+        shared = SharedPush(peers, channels[0] if channels else None, whole, transport)
     backend = ServerBackend(
         clients,
         channels,
@@ -199,14 +197,14 @@ def _colocate(
         model=loaded.model if wanted.enabled and wanted.offload_model else None,
         optimizer=optimizer if wanted.enabled and wanted.offload_optimizer else None,
     )
-    own: OwnServer = NoServer()
+    own: SupervisedServer | None = None
 
     def start() -> tuple[str, str, int]:
         nonlocal own
         token = secrets.token_urlsafe(32)
-        own = server = _start_server(config, placement, folder, samples, token)
-        stack.callback(server.stop)
-        return server.base_url, token, free_ports(1)[0]
+        own = _start_server(config, placement, folder, samples, token)
+        stack.callback(own.stop)
+        return own.base_url, token, free_ports(1)[0]
 
     with ExitStack() as stack:
         with offload.room():

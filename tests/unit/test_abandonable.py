@@ -2,9 +2,7 @@
 
 import threading
 
-import pytest
-
-from learner.rollout.parallel_calls import run_together, run_within
+from learner.rollout.parallel_calls import run_together
 
 LIMIT_S = 600.0
 
@@ -66,13 +64,3 @@ def test_at_the_deadline_the_call_is_named_before_the_collective() -> None:
         parts.append(broken.part)
     hung.set()
     assert parts == ["collective", "call"]
-
-
-def test_one_call_has_an_answer_an_error_or_a_deadline() -> None:
-    assert run_within(lambda: 7, LIMIT_S) == 7
-    with pytest.raises(RuntimeError, match="refused"):
-        run_within(lambda: fail("refused"), LIMIT_S)
-    hung = threading.Event()
-    with pytest.raises(TimeoutError, match=r"0\.2 s"):
-        run_within(hung.wait, 0.2)
-    hung.set()

@@ -4,20 +4,19 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty
 from typing import Any
 
 import pytest
 
 from learner.rollout.backend import Call, Journal, WeightsVersion
-from learner.rollout.parallel_calls import Calls, in_parallel
+from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.types import RolloutOutput, Sample
+from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
-from tests.unit.fleets import Fleet, S, fleet, requests
-from tests.unit.scripted_server import INFER, Reply, envelope, report
+from tests.unit.fleets import Fleet, fleet, requests
+from tests.unit.scripted_server import INFER, envelope, report
 
 
 def called_with(run: Fleet) -> list[list[list[int]]]:
@@ -57,19 +56,6 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
             answers[decode_batch_size] = run.ask(4)
             assert called_with(run) == [calls]
     assert answers[1] == answers[4]
-
-
-@pytest.mark.req("DIST-03")
-@pytest.mark.parametrize(("n", "calls"), [(1, [[0, 1, 2]]), (2, [[0], [1], [2]])])
-def test_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]]) -> None:
-    def answer(body: Any) -> Reply:
-        asked_for = [int(request["uuid"]) for request in body["infer_requests"]]
-        return [stamped(run, envelope([number], [1, 2], n=n)) for number in asked_for]
-
-    with fleet(1, decode_batch_size=2, world_sizes=[2]) as run:
-        run.rollouts[0].server.routes[INFER] = answer
-        run.backend.rollout(requests(3), RequestConfig(n=n))
-        assert called_with(run) == [calls]
 
 
 def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
@@ -273,32 +259,6 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
     }
 
 
-def policy_over(run: Fleet) -> Policy:
-    asking = Asking("Detect.", None, RequestConfig(max_tokens=9, temperature=0.5, top_k=3))
-    policy = Policy(OpenBackend(run.backend, run.backend.version, journal=run.journal), asking)
-    policy.push_if_stale()
-    return policy
-
-
-@pytest.mark.req("SEED-02", "DIST-05")
-def test_notes_of_a_policy_are_those_of_its_servers_and_its_decoding() -> None:
-    with fleet(1) as run:
-        policy = policy_over(run)
-        run.rollouts[0].faults.append(S.restart)
-        policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
-        record, payload = policy.take_notes()
-    metrics = payload.metrics()
-    assert record["weights_version"] == 2
-    assert record["decoding"] == {"max_tokens": 9, "temperature": 0.5, "top_k": 3}
-    assert (metrics["sync/pushes"], metrics["sync/repushes"]) == (2, 1)
-    calls = record["calls"]
-    assert {made["server"] for made in calls} == {run.rollouts[0].server.base_url}
-    answered = [made for made in calls if made["outcome"] == "answered"]
-    assert [(c["first"], c["count"], c["seed"]) for c in answered] == [(0, 3, 40)]
-    assert [made["attempt"] for made in calls] == list(range(1, len(calls) + 1))
-    assert len(record["lost"]) == 1
-
-
 # --- Calls that run at the same time -----------------------------------------------------
 
 
@@ -331,17 +291,3 @@ def test_error_is_raised_while_other_calls_still_run() -> None:
         in_parallel([hang, fail])
     assert released == []
     release.set()
-
-
-def test_calls_are_taken_in_the_order_in_which_they_end() -> None:
-    release = threading.Event()
-    calls: Calls[str, object] = Calls()
-    calls.start("slow", lambda: release.wait(60.0))
-    calls.start("quick", lambda: int("seven"))
-    key, outcome = calls.take()
-    assert key == "quick"
-    assert isinstance(outcome.exception(), ValueError)
-    with pytest.raises(Empty):
-        calls.take(timeout_s=0.01)
-    release.set()
-    assert calls.take()[0] == "slow"

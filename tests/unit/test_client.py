@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import respx
 
+from learner.rollout import client as client_module
 from learner.rollout.client import (
     ConnectionBroken,
     OtherWeights,
@@ -503,12 +504,16 @@ FAULTS = [
     ],
 )
 def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
-    respx_mock: respx.MockRouter, route: str, reply: Reply, found: str
+    respx_mock: respx.MockRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    reply: Reply,
+    found: str,
 ) -> None:
+    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 100_000)
     method, path = route.split()
     respx_mock.request(method, path).mock(response(reply))
-    client = RolloutClient(URL, max_answer_bytes=100_000)
-    with client, pytest.raises(ProblemError) as caught:
+    with RolloutClient(URL) as client, pytest.raises(ProblemError) as caught:
         ROUTES[route](client)
     assert caught.value.problem.title == "Not an answer of a rollout server"
     assert caught.value.problem.where == f"{method} {URL}{path}"
@@ -517,11 +522,14 @@ def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
 
 @pytest.mark.req("RES-25", "SYNC-04", "CFG-06")
 @pytest.mark.parametrize("route", ROUTES)
-def test_call_without_an_answer_ends_at_its_deadline(route: str) -> None:
+def test_call_without_an_answer_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(client_module, "PHASE_MARGIN_S", 0.0)
     ended = threading.Event()
     with (
         scripted_server() as server,
-        RolloutClient(server.base_url, 0.2, infer_timeout_s=0.2, phase_margin_s=0.0) as client,
+        RolloutClient(server.base_url, 0.2, infer_timeout_s=0.2) as client,
     ):
         server.routes[route] = lambda _: ended.wait(_LIMIT_S) and HONEST[route]
         with pytest.raises(ServerUnreachable, match=f"{server.base_url}.*timed out"):

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -592,11 +592,11 @@ class Scene:
 
 def colocated(scene: Scene) -> ColocatedBackend:
     """As on the CPU, where the server keeps its memory."""
-    return ColocatedBackend(scene, scene, scene.room)
+    return ColocatedBackend(scene, cast(Any, scene), scene.room)
 
 
 def on_one_gpu(scene: Scene) -> ColocatedBackend:
-    return ColocatedBackend(scene, scene, scene.room, scene)
+    return ColocatedBackend(scene, cast(Any, scene), scene.room, cast(Any, scene))
 
 
 @pytest.mark.req("ROLL-03", "FULL-06")
@@ -661,7 +661,8 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
     def work(peers: Peers) -> None:
         scene = scenes[peers.rank]
         scene.calls = calls
-        backend = ColocatedBackend(scene, scene, scene.room, scene, peers)
+        server = cast(Any, scene)
+        backend = ColocatedBackend(scene, server, scene.room, server, peers)
         backend.sleep()
         with backend.serving():
             backend.push_weights(1)

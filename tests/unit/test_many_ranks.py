@@ -22,6 +22,7 @@ from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import free_ports
+from learner.rollout.sync import shared_push
 from learner.rollout.sync.group import Group
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
@@ -374,7 +375,9 @@ def test_every_process_sends_to_its_own_worker() -> None:
 
 
 @pytest.mark.req("ROLL-03", "FULL-07")
-def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
+def test_every_process_gives_up_a_group_that_the_server_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing opens the group, and its limit is far away."""
     left = threading.Event()
 
@@ -383,6 +386,7 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
         left.set()
         raise ConnectionAbortedError("the group was given up")
 
+    monkeypatch.setattr(shared_push, "join_group", join)
     with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
         server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
         refusal = problem("group-port-taken", "the port is taken", "port")
@@ -394,7 +398,7 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
         def work(peers: Peers) -> None:
             own = None if peers.rank else pusher
             with pytest.raises(RunError, match="the port is taken"):
-                SharedPush(peers, own, weights, "gloo", join).push(1, "bfloat16")
+                SharedPush(peers, own, weights, "gloo").push(1, "bfloat16")
 
         for rank in in_ranks(2, work):
             rank.result()

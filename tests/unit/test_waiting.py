@@ -16,9 +16,9 @@ from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, Journal
 from learner.rollout.client import RolloutClient
+from learner.rollout.dispatch import ServerPool
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server_handle import ServerHandle
-from learner.rollout.server_pool import ServerPool
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest

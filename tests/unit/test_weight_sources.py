@@ -20,16 +20,14 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
 from learner.rollout.sync.group import pack_bucket
-from learner.rollout.sync.push import Sent
 from learner.rollout.sync.weights import (
     AdapterWeights,
     GatheredWeights,
     MergedWeights,
-    StreamedWeights,
+    SyncMode,
     WeightSource,
 )
-from shared_contracts.errors import RunError
-from shared_contracts.weights import AdapterMeta, DtypeName, plan_buckets
+from shared_contracts.weights import AdapterMeta, DtypeName
 
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
@@ -100,27 +98,6 @@ def test_adapters_are_merged_as_by_peft_and_the_model_is_left_alone(
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "qkv"}
 
 
-@pytest.mark.req("SYNC-03")
-def test_buckets_carry_every_byte_in_manifest_order(toy: PreTrainedModel) -> None:
-    weights = MergedWeights(toy)
-    parameters = weights.metadata("bfloat16")
-    stream = iter(weights.tensors("bfloat16"))
-    sent = dict(weights.tensors("bfloat16"))
-    buckets = plan_buckets(parameters, 2**20)
-    assert len(buckets) > 2
-    for indices in buckets:
-        chosen = [parameters[i] for i in indices]
-        bucket = torch.full((sum(p.wire_bytes for p in chosen),), 255, dtype=torch.uint8)
-        pack_bucket(chosen, stream, bucket)
-        offset = 0
-        for parameter in chosen:
-            raw = bucket[offset : offset + parameter.num_bytes]
-            assert torch.equal(raw.view(torch.bfloat16).view(parameter.shape), sent[parameter.name])
-            padding = bucket[offset + parameter.num_bytes : offset + parameter.wire_bytes]
-            assert not padding.any(), parameter.name
-            offset += parameter.wire_bytes
-
-
 # --- shards and experts
 
 
@@ -168,8 +145,7 @@ def test_a_shard_is_cast_before_it_is_gathered_and_one_parameter_is_whole_at_a_t
     bucket = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
 
     def stream() -> None:
-        sent = Sent(StreamedWeights(gathered).tensors("bfloat16"))
-        pack_bucket(parameters, iter(sent), bucket)
+        pack_bucket(parameters, gathered.stream("bfloat16"), bucket)
 
     for work in (stream, lambda: gathered.gather("bfloat16")):
         with Gathers() as seen:
@@ -212,9 +188,9 @@ def test_experts_are_sent_as_transformers_saves_them(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     gathered = GatheredWeights(model, sends=True)
     gathered.gather("float32")
-    for source in (MergedWeights(model), gathered, StreamedWeights(gathered)):
-        sent = dict(source.tensors("float32"))
-        assert [(each.name, tuple(each.shape)) for each in source.metadata("float32")] == [
+    for sent_by in (MergedWeights(model).tensors, gathered.tensors, gathered.stream):
+        sent = dict(sent_by("float32"))
+        assert [(each.name, tuple(each.shape)) for each in gathered.metadata("float32")] == [
             (name, tuple(tensor.shape)) for name, tensor in sent.items()
         ]
         assert sent.keys() == saved.keys()
@@ -251,34 +227,10 @@ def test_engines_get_rank_scale_and_kind_of_an_adapter(toy: PreTrainedModel) -> 
 
 
 @pytest.mark.req("SYNC-01")
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"modules_to_save": ["merger"]}, "merger.*is trained in addition to the adapter"),
-        ({"bias": "all"}, "bias is trained in addition to the adapter"),
-        ({"rank_pattern": {"q_proj": 2}}, "several"),
-        ({"alpha_pattern": {"q_proj": 2}}, "several"),
-    ],
-    ids=["modules_to_save", "bias", "rank_pattern", "alpha_pattern"],
-)
-def test_an_adapter_that_is_not_the_whole_training_is_refused(
-    toy: PreTrainedModel, config: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(RunError, match=reason):
-        _ = AdapterWeights(adapted(toy, **config)).adapter
-
-
-@pytest.mark.req("SYNC-01")
-def test_a_weight_that_is_trained_beside_an_adapter_and_a_second_adapter_are_refused(
+def test_rows_that_are_trained_beside_an_adapter_are_pushed_with_full_weights(
     toy: PreTrainedModel,
 ) -> None:
-    model = adapted(toy)
-    embedding = toy.get_input_embeddings().weight
-    embedding.requires_grad_(True)
-    with pytest.raises(RunError, match="embed_tokens"):
-        list(AdapterWeights(model).tensors("float32"))
-    embedding.requires_grad_(False)
-    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"]))
-    model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(RunError, match="second"):
-        _ = AdapterWeights(model).adapter
+    model = adapted(toy, trainable_token_indices={"embed_tokens": [1]})
+    mode = SyncMode.of(model, "adapter", fallback_to_full=True)
+    assert mode.mode == "full"
+    assert "rows of coordinate tokens are trained, too" in str(mode.fallback)

@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -113,7 +115,6 @@ class Group:
         self._bucket_bytes = body.bucket_bytes
         self._timeout_s = body.timeout_s
         self._device = device
-        self._abandoned = threading.Event()
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
@@ -147,18 +148,17 @@ class Group:
 
         Nothing can interrupt a collective of gloo. The end of its group waits for it, in a thread.
         """
-        self._abandoned.set()
         held, self._group = [self._group], None
         threading.Thread(target=held.clear, daemon=True).start()
 
     def _begin_after(
-        self, former: Callable[[], None] | None, bucket: Tensor, deadline: float
-    ) -> Callable[[], None]:
+        self, former: Callable[[], object] | None, bucket: Tensor, deadline: float
+    ) -> Callable[[], object]:
         """Wait for the former bucket, then begin to send this one; return the wait for it."""
         if former is not None:
             former()
         group = self._group
-        if group is None or self._abandoned.is_set():
+        if group is None:
             raise ConnectionAbortedError("the group was given up")
         left = timedelta(seconds=deadline - time.monotonic())
         if left <= timedelta(0):
@@ -174,25 +174,18 @@ class Group:
         """Return the two uint8 tensors that buckets are packed in."""
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
-    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], None]:
-        work = group.broadcast(bucket, 0)
-        return lambda: _drop(work.wait(left))
+    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], object]:
+        return partial(group.broadcast(bucket, 0).wait, left)
 
 
 class SharedMemoryGroup(Group):
     """Hands slots of memory to workers that map it, on the GPU if there is one."""
 
-    _memory: "Memory | None" = None
-
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        try:
+        with ExitStack() as self._sending:
             super().send(parameters, weights)
-        finally:
-            if self._memory is not None:
-                self._memory.close()
-            self._memory = None
 
     def _packs(self, members: Sequence[ParameterMeta]) -> bool:
         return True
@@ -200,49 +193,35 @@ class SharedMemoryGroup(Group):
     def _slots(self, size: int) -> Sequence[Tensor]:
         if self._group is None:
             raise ConnectionAbortedError("the group was given up")
-        self._memory = memory = Memory(size)
-        text = torch.tensor(list(memory.shared.model_dump_json().encode()), dtype=torch.uint8)
+        data, shared = self._sending.enter_context(mapped_memory(size))
+        text = torch.tensor(list(shared.model_dump_json().encode()), dtype=torch.uint8)
         timeout = timedelta(seconds=self._timeout_s)
         for part in (torch.tensor([len(text)]), text):
             self._group.broadcast(part, 0).wait(timeout)
-        first, second = memory.data.split(memory.shared.slot_bytes)
-        return first, second
+        slots: Sequence[Tensor] = data.split(shared.slot_bytes)
+        return slots
 
-    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], None]:
+    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], object]:
         """The workers copy the slot while the next one is packed."""
         if bucket.is_cuda:
             torch.cuda.synchronize(bucket.device)
         group.broadcast(torch.zeros(1, dtype=torch.uint8), 0).wait(left)
-        return lambda: _drop(group.barrier().wait(left))
+        return lambda: group.barrier().wait(left)
 
 
-def _drop(_: object) -> None: ...
-
-
-class Memory:
-    """Two slots of `size` bytes that other processes of this machine can map.
-
-    data: uint8. shared: what the workers need to map it.
-    """
-
-    def __init__(self, size: int) -> None:
-        size = -(-size // 16) * 16
-        self._file: int | None = None
-        if torch.cuda.is_available():
-            self.data = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
-            memory: HostMemory | DeviceMemory = _device_memory(self.data)
-        else:
-            self._file = os.memfd_create(HOST_MEMORY_NAME)
-            os.truncate(self._file, 2 * size)
-            path = f"/proc/{os.getpid()}/fd/{self._file}"
-            self.data = torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8)
-            memory = HostMemory(path=path)
-        self.shared = SharedMemory(slot_bytes=size, memory=memory)
-
-    def close(self) -> None:
-        del self.data
-        if self._file is not None:
-            os.close(self._file)
+@contextmanager
+def mapped_memory(size: int) -> Iterator[tuple[Tensor, SharedMemory]]:
+    """Two slots of `size` bytes (uint8), and what other processes need to map them."""
+    size = -(-size // 16) * 16
+    if torch.cuda.is_available():
+        data = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+        yield data, SharedMemory(slot_bytes=size, memory=_device_memory(data))
+        return
+    with os.fdopen(os.memfd_create(HOST_MEMORY_NAME)) as file:
+        os.truncate(file.fileno(), 2 * size)
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        data = torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8)
+        yield data, SharedMemory(slot_bytes=size, memory=HostMemory(path=path))
 
 
 def _device_memory(data: Tensor) -> DeviceMemory:

@@ -14,71 +14,57 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from torch import Tensor
+
 from learner.distributed.peers import Peers, broadcast_from_rank0
-from learner.rollout.parallel_calls import Calls
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.sync.group import CurrentGpu, Group, join_group
-from learner.rollout.sync.push import Sent, WeightPusher
-from learner.rollout.sync.weights import WeightSource
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights
 from shared_contracts.errors import RunError
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport, Transport
 
-Join = Callable[[InitCommunicator, threading.Event, int], Group]
-
 
 class SharedPush:
-    """One for each process. pusher: of process 0, else None.
-
-    weights: this process has them whole, or all processes gather them at the same time.
-    """
+    """One for each process. pusher: of process 0, else None."""
 
     def __init__(
         self,
         peers: Peers,
         pusher: WeightPusher | None,
-        weights: WeightSource,
+        weights: MergedWeights,
         transport: Transport,
-        join: Join = join_group,
     ) -> None:
         self._peers = peers
         self._pusher = pusher
         self._weights = weights
         self._transport = transport
-        self._join = join
         self._group: Group | None = None  # of other processes than process 0
 
     def push(self, version: int, dtype: DtypeName) -> SyncReport:
         """Make `version` the weights of the server, in its type. Every process calls it."""
-        peers, pusher, began = self._peers, self._pusher, time.monotonic()
+        began = time.monotonic()
         self._form_groups()
         parameters = self._weights.metadata(dtype)
-
-        def start() -> None:
-            assert pusher is not None
-            pusher.start(version, parameters)
-
-        broadcast_from_rank0(peers, start)
-        sent = Sent(self._weights.tensors(dtype))
+        self._by_pusher(lambda pusher: pusher.start(version, parameters))
+        sent = _Sent(self._weights.stream(dtype))
 
         def transfer() -> None:
             try:
-                if pusher is not None:
-                    pusher.transfer(parameters, sent)
+                if self._pusher is not None:
+                    self._pusher.transfer(parameters, sent)
                 else:
                     assert self._group is not None
-                    with _named(peers.rank):
+                    with _named(self._peers.rank):
                         self._group.send(parameters, sent)
             except Exception:
                 for _ in sent:  # the other processes may wait for this one to gather
                     pass
                 raise
 
-        peers.all_gather(transfer)
-
-        def finish() -> object:
-            assert pusher is not None
-            return pusher.finish(parameters).model_dump(mode="json")
-
-        report = SyncReport.model_validate(broadcast_from_rank0(peers, finish))
+        self._peers.all_gather(transfer)
+        finished = self._by_pusher(lambda pusher: pusher.finish().model_dump(mode="json"))
+        report = SyncReport.model_validate(finished)
         report.seconds["total"] = time.monotonic() - began
         return report
 
@@ -87,42 +73,59 @@ class SharedPush:
         if self._group is not None:
             self._group.abandon()
 
+    def _by_pusher(self, work: Callable[[WeightPusher], object]) -> object:
+        """Return what `work` returns in process 0, which has the pusher."""
+
+        def run() -> object:
+            assert self._pusher is not None
+            return work(self._pusher)
+
+        return broadcast_from_rank0(self._peers, run)
+
     def _form_groups(self) -> None:
         """Form the groups anew, unless all processes are in theirs."""
-        peers, pusher = self._peers, self._pusher
+        peers, given_up = self._peers, threading.Event()
 
-        def needed() -> object:
-            assert pusher is not None
+        def needed(pusher: WeightPusher) -> object:
             if pusher.senders == peers.count:
                 return None
             return pusher.new_group(peers.count, self._transport).model_dump(mode="json")
 
-        body = broadcast_from_rank0(peers, needed)
-        if body is None:
+        if (body := self._by_pusher(needed)) is None:
             return
         init = InitCommunicator.model_validate(body)
         self.close()
-        joining, given_up = Calls[None, Group](), threading.Event()
-        if pusher is None:
-            join = partial(self._join, init, given_up, peers.rank)
-            joining.start(None, CurrentGpu().used_by(join))
-
-        def form() -> None:
-            assert pusher is not None
-            pusher.form_group(init)
-
+        joining = None
+        if self._pusher is None:
+            join = partial(join_group, init, given_up, peers.rank)
+            joining = in_thread(CurrentGpu().used_by(join))
         try:
-            broadcast_from_rank0(peers, form)
+            self._by_pusher(lambda pusher: pusher.form_group(init))
         except BaseException:  # the server will never open the group
             given_up.set()
             raise
 
         def joined() -> None:
-            if pusher is None:
+            if joining is not None:
                 with _named(peers.rank):
-                    self._group = joining.take()[1].result()
+                    self._group = joining.result()
 
         peers.all_gather(joined)
+
+
+class _Sent:
+    """One pass of weights. A broken push is taken to its end by another thread."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self._taking = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._taking:
+            return next(self._weights)
 
 
 @contextmanager

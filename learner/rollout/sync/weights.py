@@ -2,7 +2,6 @@
 
     MergedWeights     full weights; LoRA and DoRA merged layer by layer, in a copy (SYNC-02)
     GatheredWeights   full weights of a sharded model
-    StreamedWeights   the same, gathered by all processes while they are sent
     AdapterWeights    the adapter alone
     SyncMode          the adapter, until a push of it fails; then full weights
 
@@ -26,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
+
+_LOG = logging.getLogger(__name__)
 
 # Layers of peft whose base weight is merged.
 Adapted = LoraLayer | TrainableTokensLayer
@@ -56,7 +57,6 @@ class MergedWeights:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of what `tensors` yields, without making any of it."""
         return [
             ParameterMeta(name=name, dtype=dtype, shape=shape)
             for fused, weight, _ in self._entries()
@@ -69,6 +69,10 @@ class MergedWeights:
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
             yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
+
+    def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `tensors` does, in a push by all processes at the same time."""
+        return self.tensors(dtype)
 
     def _entries(self) -> Iterator[tuple[str, Tensor, Adapted | None]]:
         """(checkpoint name, parameter, its adapted layer when it has to be merged)."""
@@ -102,23 +106,24 @@ class GatheredWeights(MergedWeights):
 
     def gather(self, dtype: DtypeName) -> None:
         """Put every parameter together; all processes at the same time."""
-        deque(self.gathered(dtype), maxlen=0)
+        deque(self.stream(dtype), maxlen=0)
 
-    def gathered(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole parameter), one after another; all processes at the same time.
+    def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, weight) while they are gathered; each step is a collective.
 
         Each shard is cast before it travels. On the device of the model one parameter is whole at
         a time. A host tensor of the last call is written to again.
         """
         for name, weight, _ in self._entries():
-            whole = _gathered(weight.detach().to(getattr(torch, dtype)))
-            self._keep(name, whole)
-            yield name, whole
+            whole = weight.detach().to(getattr(torch, dtype))
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._sends:
+                self._keep(name, whole)
+            yield from _experts_apart(name, whole)
             del whole
 
     def _keep(self, name: str, whole: Tensor) -> None:
-        if not self._sends:
-            return
         if (kept := self._whole.get(name)) is None or kept.dtype != whole.dtype:
             kept = self._whole[name] = torch.empty_like(whole, device="cpu")
         kept.copy_(whole)
@@ -130,24 +135,6 @@ class GatheredWeights(MergedWeights):
             yield from _experts_apart(name, weight.to(getattr(torch, dtype)))
 
 
-class StreamedWeights:
-    """The same weights, gathered while they are sent; all processes send at the same time."""
-
-    adapter = None
-
-    def __init__(self, gathered: GatheredWeights) -> None:
-        self._gathered = gathered
-
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return self._gathered.metadata(dtype)
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, weight). Each step is a collective."""
-        for name, weight in self._gathered.gathered(dtype):
-            yield from _experts_apart(name, weight)
-            del weight
-
-
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Split the fused weights of experts into views, one for each matrix (`unfused`)."""
     parts = unfused(name, weight.shape)
@@ -157,10 +144,6 @@ def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     rows, columns = parts[0][1]
     for (part, _), matrix in zip(parts, weight.reshape(-1, rows, columns), strict=True):
         yield part, matrix
-
-
-def _gathered(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _merged_weight(layer: Adapted) -> Tensor:
@@ -176,20 +159,18 @@ def _merged_weight(layer: Adapted) -> Tensor:
 class AdapterWeights:
     """The trained adapter alone, for engines that have the base weights.
 
-    Every property and method raises RunError if training changes other weights, too, or if the
-    layers of the adapter have several ranks or scalings.
+    `learner.models.load` makes one adapter, of one rank and scaling, and trains nothing else but
+    rows of coordinate tokens (`check`).
     """
 
     def __init__(self, model: PeftModel) -> None:
         self._model = model
+        self._name = model.active_adapters[0]
 
     @property
     def adapter(self) -> AdapterMeta:
-        name, config = self._one()
-        layers = [layer for layer in self._model.modules() if isinstance(layer, LoraLayer)]
-        shapes = {(layer.r[name], layer.scaling[name]) for layer in layers}
-        if len(shapes) > 1:
-            raise RunError(f"the adapter's layers have several (rank, scaling): {sorted(shapes)}")
+        config = self._model.peft_config[self._name]
+        assert isinstance(config, LoraConfig)
         return AdapterMeta(
             r=config.r,
             lora_alpha=config.lora_alpha,
@@ -199,7 +180,6 @@ class AdapterWeights:
         )
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of each tensor of the adapter."""
         return [
             ParameterMeta(name=name, dtype=dtype, shape=list(tensor.shape))
             for name, tensor in self._state().items()
@@ -211,36 +191,19 @@ class AdapterWeights:
             yield name, tensor.detach().to(getattr(torch, dtype))
 
     def check(self) -> None:
-        """Raise RunError where the adapter is not all that is trained."""
-        self._one()
+        """Raise RunError if the adapter is not all that is trained."""
+        if any(".trainable_tokens_" in name for name, _ in self._model.named_parameters()):
+            raise RunError(
+                "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
+                "and engines accept them only with full weights"
+            )
 
     def _state(self) -> dict[str, Tensor]:
-        name, _ = self._one()
         state: dict[str, Tensor] = get_peft_model_state_dict(
-            self._model, adapter_name=name, save_embedding_layers=False
+            self._model, adapter_name=self._name, save_embedding_layers=False
         )
         return state
 
-    def _one(self) -> tuple[str, LoraConfig]:
-        """The adapter that is trained, which must be all that is."""
-        active = self._model.active_adapters
-        if len(active) != 1:
-            raise RunError(f"adapters {active} are active, and only one can be pushed")
-        config = self._model.peft_config[active[0]]
-        if not isinstance(config, LoraConfig):
-            raise RunError(f"the adapter is of peft type {config.peft_type}, not LoRA")
-        for name, parameter in self._model.named_parameters():
-            if ".trainable_tokens_" in name:
-                raise RunError(
-                    "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
-                    "and engines accept them only with full weights"
-                )
-            if parameter.requires_grad and ".lora_" not in name:
-                raise RunError(f"{name} is trained in addition to the adapter")
-        return active[0], config
-
-
-logger = logging.getLogger(__name__)
 
 MODE = "rollout_matching.vllm.sync.mode"
 FALLBACK = "rollout_matching.vllm.sync.fallback_to_full"
@@ -320,7 +283,7 @@ class SyncMode:
                 f"Remove the cause, set {MODE} to full, or {FALLBACK} to true",
             ) from error
         if first:
-            logger.warning(
+            _LOG.warning(
                 "the adapter cannot be pushed, so full weights are pushed: %s", self._failure
             )
         return True
