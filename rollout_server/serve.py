@@ -47,7 +47,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 
     A SIGINT that the process inherited as ignored stays ignored.
 
-    Logging (`set_up_logging`) and the environment of the engine (`EnginePackage.environment`) are
+    Logging (`set_up_logging`) and the environment of the engine (`engines.vllm.environment`) are
     set up before. If an engine cannot start, the process prints the reason and ends with exit code
     1 or 2.
     """

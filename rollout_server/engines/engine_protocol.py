@@ -1,6 +1,6 @@
 """What the server needs of an engine: its types, its errors, and the protocol of one replica.
 
-No vLLM here. `docs/architecture.md` says how to add another engine.
+No vLLM here.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence, Set
@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 from fastapi import FastAPI
 from PIL.Image import Image
 
-from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig, Role
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 
@@ -238,13 +237,3 @@ class Engines(Protocol):
 
     def alive(self) -> Sequence[Engine]:
         """Those that are there."""
-
-
-class EnginePackage(Protocol):
-    """A package of `engines.ENGINES`; importing it imports nothing heavy."""
-
-    def environment(self, settings: ServerSettings) -> dict[str, str]:
-        """The variables that must be set before the engine is imported."""
-
-    def build(self, settings: ServerSettings, index: int) -> Engine:
-        """Start replica `index`; blocking."""
