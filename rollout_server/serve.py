@@ -57,7 +57,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     # Nothing runs before, and nothing after.
     for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
-    engines = EngineLife(Pool(settings), settings.grace_seconds)
+    engines = EngineLife(Pool(settings))
     app = create_app(engines.pool, engines.lifespan)
     for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
         os.environ.pop(name, None)  # engines inherit the environment and need no token
@@ -107,13 +107,15 @@ def _collect_garbage_less() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without destructors; all its children have ended.
+    """End the process without destructors; its children that are left are of unfinished builds.
 
     Destructors of vLLM take seconds. That of an incomplete AsyncLLM can run in a thread of its own
     pool, and then waits for that thread for ever.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)
 
 
@@ -146,10 +148,9 @@ class EngineLife:
 
     server: uvicorn.Server
 
-    def __init__(self, pool: Pool, grace_seconds: float) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.failure: BaseException | None = None
-        self._grace_seconds = grace_seconds
         self._stopping = False
 
     @contextlib.asynccontextmanager
@@ -159,8 +160,6 @@ class EngineLife:
         self._stopping = True
         start.cancel()
         await self.pool.close()
-        if self.pool.building:
-            await self._interrupt_builds()
 
     async def _start(self) -> None:
         began = time.monotonic()
@@ -174,14 +173,3 @@ class EngineLife:
         else:
             _collect_garbage_less()
             logger.info("ready after %.1f s", time.monotonic() - began)
-
-    async def _interrupt_builds(self) -> None:
-        """Kill the processes of engines that are being built.
-
-        A thread that imports cannot be stopped: it has at most the grace period.
-        """
-        deadline = time.monotonic() + self._grace_seconds
-        while self.pool.building and time.monotonic() < deadline:
-            for child in multiprocessing.active_children():
-                child.kill()
-            await asyncio.sleep(0.1)

@@ -101,7 +101,7 @@ ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 class Engine(Protocol):
     """One replica, whatever engine it is of.
 
-    alive: its process is there. asleep: any of its memory is given up.
+    dtype: of the model's weights. alive: its process is there. asleep: some memory is given up.
     heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
     guard_active: the repeat guard is asked for and proven.
     holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
@@ -111,8 +111,13 @@ class Engine(Protocol):
     or EngineDead.
     """
 
-    @property
-    def index(self) -> int: ...
+    index: int
+    load: Load
+    max_model_len: int
+    dtype: DtypeName
+    weights_version: int
+    holds_checkpoint: bool
+
     @property
     def alive(self) -> bool: ...
     @property
@@ -121,16 +126,6 @@ class Engine(Protocol):
     def heartbeat_age_s(self) -> float: ...
     @property
     def guard_active(self) -> bool: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def dtype(self) -> DtypeName: ...
-    @property
-    def weights_version(self) -> int: ...
-    @property
-    def holds_checkpoint(self) -> bool: ...
     @property
     def adapters(self) -> Set[int]: ...
 

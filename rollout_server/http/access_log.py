@@ -39,7 +39,7 @@ class AccessLog:
         route = f"{scope['path'].rstrip('/')}/" if scope["type"] == "http" else ""
         if route in (*GENERATING, *WEIGHT_ROUTES):
             generates = route in GENERATING
-            with self._telemetry.in_flight() if generates else nullcontext():
+            with self._telemetry.in_flight.track_inprogress() if generates else nullcontext():
                 await self._record(CallRecord(route), scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
@@ -94,19 +94,7 @@ def _own_images(message: Message, index: int) -> list[ImageSource | None]:
 # --- routing (SRV-01)
 
 
-class Loaded(Protocol):
-    """What choosing needs of an engine."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def load(self) -> Load: ...
-
-
-E = TypeVar("E", bound=Loaded)
-
-
-def least_loaded(engines: Sequence[E]) -> E:
+def least_loaded(engines: Sequence[Engine]) -> Engine:
     """The first of those with the fewest outstanding tokens."""
     return min(engines, key=lambda engine: engine.load.tokens)
 
@@ -125,7 +113,7 @@ class Turns:
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
 
-    def take(self, engine: Loaded, sequences: int) -> int:
+    def take(self, engine: Engine, sequences: int) -> int:
         """The turn of the next request, of so many sequences, at this engine."""
         turn = max(self._next.get(engine.index, 0), engine.load.turn + 1)
         self._next[engine.index] = turn + sequences
@@ -241,7 +229,7 @@ class Rollouts:
         """What is cheap to find is found before anything is generated; None if it is bad."""
         try:
             conversation = read_conversation(request)
-            await self._prompts.check(conversation, running.renderers.max_model_len)
+            await self._prompts.check(conversation)
         except BadRequest as fault:
             running.refuse(index, fault)
             return None

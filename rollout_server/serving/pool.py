@@ -93,12 +93,8 @@ class Pool:
         self._stopping.set()
 
     async def close(self) -> None:
-        """End the engines' processes, but for those still being built (`building`)."""
+        """End the engines' processes, but for those still being built."""
         await self._replicas.close()
-
-    @property
-    def building(self) -> bool:
-        return self._replicas.building
 
     @property
     def weights(self) -> Pushes:

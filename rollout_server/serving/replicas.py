@@ -94,18 +94,13 @@ class Replicas:
         self._watches = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     async def close(self) -> None:
-        """End the engines' processes, but not those of a build that runs (see `building`)."""
+        """End the engines' processes, but not those of a build that runs."""
         for watch in self._watches:
             watch.cancel()
         ends = [_shut_down(slot, slot.engine) for slot in self._slots if slot.engine is not None]
         for slot in self._slots:
             slot.engine, slot.state, slot.detail = None, "dead", "the server is stopping"
         await asyncio.gather(*ends)
-
-    @property
-    def building(self) -> bool:
-        """Whether a thread builds an engine now."""
-        return any(slot.build is not None and not slot.build.done() for slot in self._slots)
 
     @property
     def losses(self) -> int:

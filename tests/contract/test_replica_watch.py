@@ -357,8 +357,7 @@ def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
         pool = ScriptedPool(1)
         pool.built.clear()
         start = asyncio.create_task(pool.start())
-        while not pool.building:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert refusal_of(pool.health) == await infer_problem(pool)
         detail = refusal_of(pool.health).detail
         assert detail.startswith("the engines are starting; replica 0: its engine is being built, ")
