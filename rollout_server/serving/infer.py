@@ -229,7 +229,7 @@ class Rollouts:
         """What is cheap to find is found before anything is generated; None if it is bad."""
         try:
             conversation = read_conversation(request)
-            await self._prompts.check(conversation)
+            await self._prompts.check(conversation, running.renderers.max_model_len)
         except BadRequest as fault:
             running.refuse(index, fault)
             return None

@@ -26,6 +26,8 @@ from rollout_server.serving.telemetry import CallRecord
 MOST_PREPARED = 64
 # Of one call, so that it never keeps all others waiting.
 MOST_PREPARED_OF_CALL = 32
+# Far more than any language has; only what cannot fit is refused for it.
+CHARACTERS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Prompts:
         self._media = media
         self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
-    async def check(self, conversation: Conversation) -> None:
-        """Raise BadRequest for what shows before an image is read (`MediaLoader.check`)."""
+    async def check(self, conversation: Conversation, max_model_len: int) -> None:
+        """Raises BadRequest for what is cheap to find, before anything is made of it."""
+        _check_text(conversation, max_model_len)
         await self._media.check(conversation.sources)
 
     async def render(
@@ -114,3 +117,15 @@ def _rendering(load: Load, work: int) -> Iterator[None]:
         yield
     finally:
         load.rendering -= work
+
+
+def _check_text(conversation: Conversation, max_model_len: int) -> None:
+    """Raises BadRequest for text that no context holds, before anything is made of it."""
+    parts = [part for message in conversation.messages for part in message.parts]
+    length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
+    if length > most:
+        raise BadRequest(
+            "messages",
+            f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each "
+            f"token of a context of {max_model_len} (max_model_len)",
+        )

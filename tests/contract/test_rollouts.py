@@ -26,7 +26,7 @@ from rollout_server.serving.infer import (
     read_conversation,
 )
 from rollout_server.serving.media import ImageSource, MediaLoader
-from rollout_server.serving.prompts import MOST_PREPARED, Prompts
+from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED, Prompts
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
@@ -221,6 +221,15 @@ def test_expected_weights_answer_and_others_are_refused() -> None:
             run(answer(expecting(version), engine))
         assert (error.value.problem.status, error.value.problem.kind) == (409, "other-weights")
         assert (len(engine.rendered), len(engine.generated)) == (rendered, generated)
+
+
+@pytest.mark.req("SRV-06")
+def test_text_above_every_context_is_not_rendered() -> None:
+    engine = EchoEngine()
+    with pytest.raises(ProblemError) as error:
+        run(answer(call("a" * (CHARACTERS_PER_TOKEN * CONTEXT + 1)), engine))
+    assert (error.value.problem.status, engine.rendered) == (422, [])
+    assert "characters are more than" in error.value.problem.detail
 
 
 class FailingRenderer(EchoEngine):
