@@ -9,7 +9,6 @@ their answer. Then every child process is ended.
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import multiprocessing
@@ -19,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -57,8 +57,29 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     # Nothing runs before, and nothing after.
     for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
-    engines = EngineLife(Pool(settings))
-    app = create_app(engines.pool, engines.lifespan)
+    pool = Pool(settings)
+    failures: list[Exception] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        start = asyncio.create_task(start_engines())
+        yield
+        start.cancel()
+        await pool.close()
+
+    async def start_engines() -> None:
+        began = time.monotonic()
+        try:
+            await pool.start()
+        except Exception as error:  # vLLM raises any
+            logger.exception("an engine could not start")
+            failures.append(error)
+            server.should_exit = True
+        else:
+            _collect_garbage_less()
+            logger.info("ready after %.1f s", time.monotonic() - began)
+
+    app = create_app(pool, lifespan)
     for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
         os.environ.pop(name, None)  # engines inherit the environment and need no token
     config = uvicorn.Config(
@@ -74,14 +95,12 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
         # The pool ends its own calls after `grace_seconds`.
         timeout_graceful_shutdown=round(settings.grace_seconds) + ANSWERS_S,
     )
-    engines.server = DrainingServer(config, engines.pool, settings.grace_seconds)
-    engines.server.run(sockets=[listener])
-    if engines.failure is not None:
-        _leave(print_failure(engines.failure, settings))
-    _leave(0)
+    server = DrainingServer(config, pool, settings.grace_seconds)
+    server.run(sockets=[listener])
+    _leave(print_failure(failures[0], settings) if failures else 0)
 
 
-def print_failure(failure: BaseException, settings: ServerSettings) -> int:
+def print_failure(failure: Exception, settings: ServerSettings) -> int:
     """Print why an engine could not start; return the exit code."""
     reason = " ".join(str(failure).split())
     error = (
@@ -138,38 +157,3 @@ class DrainingServer(uvicorn.Server):
         end_of_grace = loop.call_later(self._grace_seconds, self._pool.stop_calls)
         await super().shutdown(sockets)
         end_of_grace.cancel()
-
-
-class EngineLife:
-    """Starts the engines with the HTTP server, and ends them with it.
-
-    failure: raised by the start of an engine, or None.
-    """
-
-    server: uvicorn.Server
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.failure: BaseException | None = None
-        self._stopping = False
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        start = asyncio.create_task(self._start())
-        yield
-        self._stopping = True
-        start.cancel()
-        await self.pool.close()
-
-    async def _start(self) -> None:
-        began = time.monotonic()
-        try:
-            await self.pool.start()
-        except Exception as error:  # vLLM raises any; `serve` ends the process with it
-            if not self._stopping:
-                logger.exception("an engine could not start")
-                self.failure = error
-                self.server.should_exit = True
-        else:
-            _collect_garbage_less()
-            logger.info("ready after %.1f s", time.monotonic() - began)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_config_from_environment
-from rollout_server.settings.run_config import LoraRank, read_run_config, read_yaml
+from rollout_server.settings.run_config import LoraRank, read_yaml, run_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import written_path
 from shared_contracts.infer import MAX_REQUESTS
@@ -170,7 +170,7 @@ def load_settings(
     from_file = read_yaml(config, "--config") if config is not None else {}
     given = from_file | {name: value for name, value in options.items() if value is not None}
     if run_config is not None:
-        given = read_run_config(run_config).settings(given) | given
+        given = run_settings(run_config, given) | given
     environment = repeat_config_from_environment(environ)
     if environment is not None:
         given = {"repeat_terminate": environment} | given

@@ -310,21 +310,14 @@ def mapped(shared: SharedMemory) -> Tensor:
 
 def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:
     tensor: Tensor = rebuild_cuda_tensor(
-        torch.Tensor,
-        torch.Size([size]),
-        (1,),
-        memory.tensor_offset,
-        torch.storage.TypedStorage,
-        torch.uint8,
-        _device_of(memory.gpu),
-        memory.storage_handle,
-        memory.storage_size_bytes,
-        memory.storage_offset_bytes,
-        False,
-        memory.ref_counter_handle,
-        memory.ref_counter_offset,
-        memory.event_handle,
-        memory.event_sync_required,
+        tensor_cls=torch.Tensor,
+        tensor_size=torch.Size([size]),
+        tensor_stride=(1,),
+        storage_cls=torch.storage.TypedStorage,
+        dtype=torch.uint8,
+        storage_device=_device_of(memory.gpu),
+        requires_grad=False,
+        **memory.model_dump(exclude={"gpu"}),
     )
     return tensor
 

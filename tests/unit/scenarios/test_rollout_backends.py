@@ -31,7 +31,7 @@ from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
-from rollout_server.settings.run_config import read_run_config
+from rollout_server.settings.run_config import run_settings
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerAddress
@@ -252,9 +252,9 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(tmp_path: Path
     asked = parse_config(before).rollout_matching.repeat_terminate
     assert asked == guard
     assert parse_config(after).rollout_matching.repeat_terminate == asked
-    (tmp_path / "train.yaml").write_text(dump_mapping(after))
-    told = read_run_config(tmp_path / "train.yaml")
-    assert told.rollout.repeat_terminate == asked
+    run = tmp_path / "train.yaml"
+    run.write_text(dump_mapping(after))
+    assert run_settings(run, {})["repeat_terminate"] == asked
 
 
 @pytest.mark.req("REP-04", "WIRE-01")
