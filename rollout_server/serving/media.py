@@ -62,7 +62,7 @@ class MediaLoader:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._directories = [directory.resolve() for directory in settings.allowed_media_dirs]
-        self._hosts = settings.allowed_media_hosts if settings.allow_media_urls else ()
+        self._hosts = settings.allowed_media_hosts
         self._max_images = settings.max_images_per_request
         self._max_bytes = int(settings.max_image_mib * 2**20)
         self._max_pixels = int(settings.max_image_megapixels * 10**6)
