@@ -206,23 +206,17 @@ class VllmEngine:
         if self._sentinel is not None:
             sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
         with self._keeping_adapter() as adapter:
-            await self._reached(self._stream(prompt, sampling, turn, send, adapter))
+            outputs = self._llm.generate(
+                prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
+            )
 
-    async def _stream(
-        self,
-        prompt: Any,
-        sampling: SamplingParams,
-        turn: int,
-        send: Callable[[Any], None],
-        adapter: LoRARequest | None,
-    ) -> None:
-        outputs = self._llm.generate(
-            prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
-        )
-        async for output in outputs:
-            if any(choice.finish_reason == "abort" for choice in output.outputs):
-                raise Aborted(f"replica {self.index} ended a sequence: abort")
-            send(output)
+            async def send_all() -> None:
+                async for output in outputs:
+                    if any(choice.finish_reason == "abort" for choice in output.outputs):
+                        raise Aborted(f"replica {self.index} ended a sequence: abort")
+                    send(output)
+
+            await self._reached(send_all())
 
     def _completion(self, output: CompletionOutput, adapter: LoRARequest | None) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
