@@ -52,7 +52,6 @@ class _Slot:
     lost: int = 0
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "replica"))
     thread: int = 0
-    build: Future[Engine] | None = None
 
 
 class Replicas:
@@ -206,16 +205,16 @@ class Replicas:
             slot.thread = threading.get_native_id()
             return self._build(slot.index)
 
-        slot.build = slot.threads.submit(build)
+        building = slot.threads.submit(build)
         try:
-            built = asyncio.wrap_future(slot.build)
+            built = asyncio.wrap_future(building)
             engine = await self._phase(slot, "its engine is being built", built)
             await self._phase(slot, "its engine is being prepared", engine.prepare())
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 kill_children(slot.thread)
-            end = slot.threads.submit(_discard, slot.build, reported=slot.lost > 0)
-            if slot.build.done():
+            end = slot.threads.submit(_discard, building, reported=slot.lost > 0)
+            if building.done():
                 await asyncio.wrap_future(end)
             raise
         slot.engine, slot.state, slot.detail = engine, "serving", ""
