@@ -302,8 +302,7 @@ class VllmEngine:
             self._sentinel = active_sentinel(self._guard, reports)
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
-        keys = {"host", "port", "world_size", "senders", "transport", "bucket_bytes", "timeout_s"}
-        info = init.model_dump(include=keys) | {"first_worker": first_worker}
+        info = {"group": init.model_dump(), "first_worker": first_worker}
         request = WeightTransferInitRequest(info)
         await self._worker_call(self._llm.init_weight_transfer_engine(request))
 
