@@ -134,9 +134,10 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
     if is_loopback(settings.host):  # elsewhere a token is required, which no page has
         names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
         app.add_middleware(HostCheck, hosts=sorted(names))
-    app.add_middleware(AccessLog, telemetry=pool.telemetry)
-    paths = {route.path for route in app.routes if isinstance(route, Route)}
-    app.add_middleware(CanonicalPaths, paths=paths)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    posts = {route.path for route in routes if "POST" in (route.methods or ())}
+    app.add_middleware(AccessLog, telemetry=pool.telemetry, routes=posts)
+    app.add_middleware(CanonicalPaths, paths={route.path for route in routes})
 
 
 def _add_probes(app: FastAPI, pool: Pool) -> None:

@@ -23,10 +23,8 @@ from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 from shared_contracts.weights import Transport
 
 # Memory of an image: the decoder's canvas, its output, the upright copy and the RGB copy, each of
-# 4 bytes a pixel; and 3 bytes a pixel in the model's processor.
-DECODING_BYTES_PER_PIXEL = 16
-RENDERING_BYTES_PER_PIXEL = 4
-BYTES_PER_PIXEL = DECODING_BYTES_PER_PIXEL + RENDERING_BYTES_PER_PIXEL
+# 4 bytes a pixel; and 4 bytes a pixel in the model's processor.
+BYTES_PER_PIXEL = 20
 
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]

@@ -228,7 +228,6 @@ def test_decoded_images_of_a_request_have_a_bound_and_requests_wait_for_room() -
             await loaded_by(loader, sources)
         expected = "decoded they take 38 MiB, and the server has 10 (max_decoded_mib)"
         assert (error.value.where, error.value.found) == ("images", expected)
-        await loaded_by(loader, sources[:1] * 4)  # decoded once, so 8 of 20 MB
 
     asyncio.run(work())
 
