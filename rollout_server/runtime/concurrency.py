@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Phase = TypeVar("Phase", bound=str)
 
 # Handing a request to an engine takes up to a millisecond.
 BEGUN_TOGETHER = 8
@@ -109,7 +108,7 @@ class Budget:
 
 
 @contextmanager
-def timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add the seconds of a `with` block, also of one that fails, to `seconds[phase]`."""
     began = time.monotonic()
     try:
