@@ -63,12 +63,12 @@ def serve(
     if settings.parent_pid is not None:
         stop_with(settings.parent_pid)
     listener = bind(settings.host, settings.port)
-    from rollout_server.engines import engine_package  # FastAPI
+    from rollout_server.engines import vllm  # FastAPI
     from rollout_server.engines.merge import with_merged_model
 
     use_scratch_folder()
     settings = with_merged_model(settings)
-    os.environ.update(engine_package().environment(settings))
+    os.environ.update(vllm.environment(settings))
     from rollout_server.serve import serve as run  # FastAPI and torch
 
     run(settings, listener)

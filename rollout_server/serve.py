@@ -9,7 +9,6 @@ their answer. Then every child process is ended.
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import multiprocessing
@@ -19,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -47,7 +47,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 
     A SIGINT that the process inherited as ignored stays ignored.
 
-    Logging (`set_up_logging`) and the environment of the engine (`EnginePackage.environment`) are
+    Logging (`set_up_logging`) and the environment of the engine (`engines.vllm.environment`) are
     set up before. If an engine cannot start, the process prints the reason and ends with exit code
     1 or 2.
     """
@@ -57,8 +57,29 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     # Nothing runs before, and nothing after.
     for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
-    engines = EngineLife(Pool(settings), settings.grace_seconds)
-    app = create_app(engines.pool, engines.lifespan)
+    pool = Pool(settings)
+    failures: list[Exception] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        start = asyncio.create_task(start_engines())
+        yield
+        start.cancel()
+        await pool.close()
+
+    async def start_engines() -> None:
+        began = time.monotonic()
+        try:
+            await pool.start()
+        except Exception as error:  # vLLM raises any
+            logger.exception("an engine could not start")
+            failures.append(error)
+            server.should_exit = True
+        else:
+            _collect_garbage_less()
+            logger.info("ready after %.1f s", time.monotonic() - began)
+
+    app = create_app(pool, lifespan)
     for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
         os.environ.pop(name, None)  # engines inherit the environment and need no token
     config = uvicorn.Config(
@@ -74,14 +95,12 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
         # The pool ends its own calls after `grace_seconds`.
         timeout_graceful_shutdown=round(settings.grace_seconds) + ANSWERS_S,
     )
-    engines.server = DrainingServer(config, engines.pool, settings.grace_seconds)
-    engines.server.run(sockets=[listener])
-    if engines.failure is not None:
-        _leave(print_failure(engines.failure, settings))
-    _leave(0)
+    server = DrainingServer(config, pool, settings.grace_seconds)
+    server.run(sockets=[listener])
+    _leave(print_failure(failures[0], settings) if failures else 0)
 
 
-def print_failure(failure: BaseException, settings: ServerSettings) -> int:
+def print_failure(failure: Exception, settings: ServerSettings) -> int:
     """Print why an engine could not start; return the exit code."""
     reason = " ".join(str(failure).split())
     error = (
@@ -107,13 +126,15 @@ def _collect_garbage_less() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without destructors; all its children have ended.
+    """End the process without destructors; its children that are left are of unfinished builds.
 
     Destructors of vLLM take seconds. That of an incomplete AsyncLLM can run in a thread of its own
     pool, and then waits for that thread for ever.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)
 
 
@@ -136,52 +157,3 @@ class DrainingServer(uvicorn.Server):
         end_of_grace = loop.call_later(self._grace_seconds, self._pool.stop_calls)
         await super().shutdown(sockets)
         end_of_grace.cancel()
-
-
-class EngineLife:
-    """Starts the engines with the HTTP server, and ends them with it.
-
-    failure: raised by the start of an engine, or None.
-    """
-
-    server: uvicorn.Server
-
-    def __init__(self, pool: Pool, grace_seconds: float) -> None:
-        self.pool = pool
-        self.failure: BaseException | None = None
-        self._grace_seconds = grace_seconds
-        self._stopping = False
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        start = asyncio.create_task(self._start())
-        yield
-        self._stopping = True
-        start.cancel()
-        await self.pool.close()
-        if self.pool.building:
-            await self._interrupt_builds()
-
-    async def _start(self) -> None:
-        began = time.monotonic()
-        try:
-            await self.pool.start()
-        except Exception as error:  # vLLM raises any; `serve` ends the process with it
-            if not self._stopping:
-                logger.exception("an engine could not start")
-                self.failure = error
-                self.server.should_exit = True
-        else:
-            _collect_garbage_less()
-            logger.info("ready after %.1f s", time.monotonic() - began)
-
-    async def _interrupt_builds(self) -> None:
-        """Kill the processes of engines that are being built.
-
-        A thread that imports cannot be stopped: it has at most the grace period.
-        """
-        deadline = time.monotonic() + self._grace_seconds
-        while self.pool.building and time.monotonic() < deadline:
-            for child in multiprocessing.active_children():
-                child.kill()
-            await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """The image formats, and the pixels that the learner and the server see in a file (WIRE-04).
 
 Both programs decode the same files with Pillow, and training is correct only if both see the same
-pixels. So the conversion to RGB is written once, here, against the methods of Pillow's images.
+pixels. So the conversion to RGB is written once, here. Importing it does not import Pillow.
 
     mode of Pillow                                       pixels
     1, L, P, RGB, CMYK                                   the colours, 8 bits each
@@ -13,7 +13,10 @@ Files of FORMATS have no other mode. Of 16-bit colour, Pillow itself keeps the h
 qwen-vl-utils also put white behind transparent pixels.
 """
 
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
@@ -22,41 +25,18 @@ _HIGH_BYTES: list[float] = [value >> 8 for value in range(2**16)]
 _WHITE: list[float] = [255.0] * 3 * 256
 
 
-class Header(Protocol):
-    """The part of a `PIL.Image.Image` that is known before the pixels are decoded."""
-
-    info: dict[Any, Any]
-
-    @property
-    def mode(self) -> str: ...
-
-
-class PillowImage(Header, Protocol):
-    """The methods of a `PIL.Image.Image` that the conversion uses."""
-
-    @property
-    def has_transparency_data(self) -> bool: ...
-    def convert(self, mode: str, /) -> Self: ...
-    def point(self, lut: list[float], mode: str | None, /) -> Self: ...
-    def getchannel(self, channel: str, /) -> Self: ...
-    def paste(self, im: Any, box: None, mask: Any, /) -> None: ...
-
-
-AnyImage = TypeVar("AnyImage", bound=PillowImage)
-
-
 class ModeRefused(ValueError):
     """An image that has no defined 8-bit RGB pixels; the message says why."""
 
 
-def require_mode(image: Header) -> None:
+def require_mode(image: "Image") -> None:
     """Raise ModeRefused for an image that `as_rgb` does not convert."""
     colour = image.info.get("transparency")
     if (image.mode == _GREY_16 and colour is not None) or _largest(colour) > 255:
         raise ModeRefused(f"has 16 bits a value and the transparent colour {colour}")
 
 
-def as_rgb(image: AnyImage) -> AnyImage:
+def as_rgb(image: "Image") -> "Image":
     """Return the 8-bit RGB pixels that a model sees. Raises ModeRefused."""
     require_mode(image)
     if image.mode == _GREY_16:

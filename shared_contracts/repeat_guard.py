@@ -101,24 +101,6 @@ class RepeatGuard:
         is on.
     """
 
-    __slots__ = (
-        "_block_limit",
-        "_block_run",
-        "_block_size",
-        "_generated",
-        "_key",
-        "_key_end",
-        "_key_limit",
-        "_keys",
-        "_last",
-        "_min_new_tokens",
-        "_recent",
-        "_run",
-        "_run_limit",
-        "_settled",
-        "triggered",
-    )
-
     def __init__(self, config: RepeatTerminateConfig, object_key_token_ids: Sequence[int]) -> None:
         if config.enabled and config.max_object_keys is not None and not object_key_token_ids:
             found = "the list is empty and max_object_keys is set"

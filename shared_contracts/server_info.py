@@ -151,11 +151,7 @@ def given_token_files(environment: Mapping[str, str], option: Path | None) -> di
 
 
 def _read(path: Path, where: str) -> str:
-    """The token in `path`, without white space around it.
-
-    where: the option or variable that names the file. Raises ContractError for a file that
-    cannot be read and for a token that no HTTP header carries.
-    """
+    """The token in `path`. where: the option or variable that names the file."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

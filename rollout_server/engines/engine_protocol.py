@@ -1,6 +1,6 @@
 """What the server needs of an engine: its types, its errors, and the protocol of one replica.
 
-No vLLM here. `docs/architecture.md` says how to add another engine.
+No vLLM here.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence, Set
@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 from fastapi import FastAPI
 from PIL.Image import Image
 
-from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig, Role
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 
@@ -102,7 +101,7 @@ ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 class Engine(Protocol):
     """One replica, whatever engine it is of.
 
-    alive: its process is there. asleep: any of its memory is given up.
+    dtype: of the model's weights. alive: its process is there. asleep: some memory is given up.
     heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
     guard_active: the repeat guard is asked for and proven.
     holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
@@ -112,8 +111,13 @@ class Engine(Protocol):
     or EngineDead.
     """
 
-    @property
-    def index(self) -> int: ...
+    index: int
+    load: Load
+    max_model_len: int
+    dtype: DtypeName
+    weights_version: int
+    holds_checkpoint: bool
+
     @property
     def alive(self) -> bool: ...
     @property
@@ -122,16 +126,6 @@ class Engine(Protocol):
     def heartbeat_age_s(self) -> float: ...
     @property
     def guard_active(self) -> bool: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def dtype(self) -> DtypeName: ...
-    @property
-    def weights_version(self) -> int: ...
-    @property
-    def holds_checkpoint(self) -> bool: ...
     @property
     def adapters(self) -> Set[int]: ...
 
@@ -238,13 +232,3 @@ class Engines(Protocol):
 
     def alive(self) -> Sequence[Engine]:
         """Those that are there."""
-
-
-class EnginePackage(Protocol):
-    """A package of `engines.ENGINES`; importing it imports nothing heavy."""
-
-    def environment(self, settings: ServerSettings) -> dict[str, str]:
-        """The variables that must be set before the engine is imported."""
-
-    def build(self, settings: ServerSettings, index: int) -> Engine:
-        """Start replica `index`; blocking."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 
 from starlette.datastructures import Headers
@@ -12,34 +13,25 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger("rollout_server.access")
 
-WEIGHT_ROUTES = (
-    "/init_communicator/",
-    "/start_weight_update/",
-    "/update_weights/",
-    "/finish_weight_update/",
-    "/load_adapter/",
-    "/close_communicator/",
-    "/sleep/",
-    "/wake_up/",
-)
 COUNTS = ("requests", "images", "prompt_tokens", "generated_tokens", "guard_triggers")
 
 
 class AccessLog:
-    """Middleware around all guards, so refused calls are logged too.
+    """Middleware around all guards, so refused calls of these `routes` are logged too.
 
     `request.state.call_record` is the `CallRecord` of a call.
     """
 
-    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+    def __init__(self, app: ASGIApp, telemetry: Telemetry, routes: Collection[str]) -> None:
         self._app = app
+        self._routes = {*routes, *GENERATING}
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = f"{scope['path'].rstrip('/')}/" if scope["type"] == "http" else ""
-        if route in (*GENERATING, *WEIGHT_ROUTES):
+        if route in self._routes:
             generates = route in GENERATING
-            with self._telemetry.in_flight() if generates else nullcontext():
+            with self._telemetry.in_flight.track_inprogress() if generates else nullcontext():
                 await self._record(CallRecord(route), scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -75,6 +75,12 @@ ADAPTER_BODY = {
 # Requests whose answers are serialized before other calls have their turn.
 PIECE_REQUESTS = 64
 T = TypeVar("T")
+# Bodies of the routes.
+Infer = Annotated[InferCall, Depends(JsonBody(InferCall))]
+Init = Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))]
+Start = Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
+Phase = Annotated[GroupCall, Depends(JsonBody(GroupCall))]
+Memory = Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]
 
 # Between two answers. JSON has no line break in a string.
 SEPARATOR = b",\n"
@@ -128,9 +134,10 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
     if is_loopback(settings.host):  # elsewhere a token is required, which no page has
         names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
         app.add_middleware(HostCheck, hosts=sorted(names))
-    app.add_middleware(AccessLog, telemetry=pool.telemetry)
-    paths = {route.path for route in app.routes if isinstance(route, Route)}
-    app.add_middleware(CanonicalPaths, paths=paths)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    posts = {route.path for route in routes if "POST" in (route.methods or ())}
+    app.add_middleware(AccessLog, telemetry=pool.telemetry, routes=posts)
+    app.add_middleware(CanonicalPaths, paths={route.path for route in routes})
 
 
 def _add_probes(app: FastAPI, pool: Pool) -> None:
@@ -175,7 +182,7 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
     )
     async def infer(
         request: Request,
-        call: Annotated[InferCall, Depends(JsonBody(InferCall))],
+        call: Infer,
         envelope: Annotated[bool, Query()] = True,
         rollout_envelope: Annotated[bool, Header()] = True,
     ) -> Response:
@@ -230,30 +237,22 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         return await cancel_when(_disconnect(request), phase, ClientDisconnect())
 
     @calls.post("/init_communicator/", responses=problems)
-    async def init_communicator(
-        request: Request, body: Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))]
-    ) -> CommunicatorReady:
+    async def init_communicator(request: Request, body: Init) -> CommunicatorReady:
         """Take the server over, and form the weight group of the learner and all workers."""
         return await attended(request, pool.weights.init_communicator(body))
 
     @calls.post("/start_weight_update/", responses=problems)
-    async def start_weight_update(
-        request: Request, body: Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
-    ) -> WeightStatus:
+    async def start_weight_update(request: Request, body: Start) -> WeightStatus:
         """Compare the manifest with the model, let running calls end, and pause."""
         return await attended(request, pool.weights.start(body))
 
     @calls.post("/update_weights/", responses=problems)
-    async def update_weights(
-        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
-    ) -> WeightStatus:
+    async def update_weights(request: Request, body: Phase) -> WeightStatus:
         """Receive and load the parameters of the manifest, which travel over the weight group."""
         return await attended(request, pool.weights.update(body))
 
     @calls.post("/finish_weight_update/", responses=problems)
-    async def finish_weight_update(
-        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
-    ) -> SyncReport:
+    async def finish_weight_update(request: Request, body: Phase) -> SyncReport:
         """Reset the caches, take the new version, and answer calls again."""
         report = await attended(request, pool.weights.finish(body))
         pool.telemetry.count_push(report)
@@ -261,9 +260,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/load_adapter/", responses=problems, openapi_extra={"requestBody": ADAPTER_BODY})
     async def load_adapter(
-        request: Request,
-        version: Annotated[Count, Query()],
-        attempt: Annotated[str, Query()],
+        request: Request, version: Annotated[Count, Query()], attempt: Annotated[str, Query()]
     ) -> SyncReport:
         """Answer with a LoRA adapter over the checkpoint's weights from now on.
 
@@ -278,14 +275,12 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         return report
 
     @calls.post("/close_communicator/", responses=problems)
-    async def close_communicator(
-        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
-    ) -> WeightStatus:
+    async def close_communicator(request: Request, body: Phase) -> WeightStatus:
         """Leave the weight group; a push that runs is given up. The server has no owner then."""
         return await attended(request, pool.weights.close(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
-    async def sleep(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
+    async def sleep(body: Memory) -> WeightStatus:
         """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
 
         The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
@@ -294,7 +289,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         return await pool.weights.sleep()
 
     @calls.post("/wake_up/", responses=sleep_problems)
-    async def wake_up(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
+    async def wake_up(body: Memory) -> WeightStatus:
         """Take the memory back and answer calls again, with the same weights."""
         return await pool.weights.wake_up()
 

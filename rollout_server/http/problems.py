@@ -18,13 +18,8 @@ RETRY_AFTER_S = 1
 # A key that a caller chose can be part of `where`.
 MAX_WHERE = 200
 
-_KIND_OF_STATUS = {
-    401: "unauthorized",
-    404: "not-found",
-    405: "method-not-allowed",
-    408: "too-slow",
-    413: "body-too-large",
-}
+# Of the statuses that the framework and the guards raise; each has one kind.
+_KIND_OF_STATUS = {status: kind for kind, (status, _) in PROBLEM_TITLES.items()}
 
 
 def install_problem_handlers(app: FastAPI) -> None:

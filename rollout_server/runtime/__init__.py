@@ -1,1 +1,1 @@
-"""What every room uses: refusals, logs, clocks, temporary files, child processes."""
+"""What every room uses: refusals, logs, deadlines, temporary files, child processes."""

@@ -1,6 +1,7 @@
 """Helpers for coroutines: cancelled together, bounded in bytes and seconds, measured."""
 
 import asyncio
+import math
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -15,10 +16,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Phase = TypeVar("Phase", bound=str)
 
 # Handing a request to an engine takes up to a millisecond.
 BEGUN_TOGETHER = 8
+# Seconds between two looks at what runs or starts.
+LOOK_S = 0.25
 
 
 async def cancel_when(
@@ -106,7 +108,7 @@ class Budget:
 
 
 @contextmanager
-def timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add the seconds of a `with` block, also of one that fails, to `seconds[phase]`."""
     began = time.monotonic()
     try:
@@ -115,36 +117,17 @@ def timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
         seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
 
 
-class Silence:
-    """Seconds without a sign of life, without those in which this process itself stood still.
+async def finished_within(work: Awaitable[T], limit_s: float, late: Exception) -> T:
+    """Return the result of `work`; raise `late` after `limit_s`, counted in looks of LOOK_S.
 
-    look_s: between two looks; a longer gap counts as 2 * look_s. clock: seconds.
+    Time in which this process itself does not run does not count.
     """
-
-    def __init__(self, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._look_s = look_s
-        self._clock = clock
-        self._looked = clock()
-        self._seconds = 0.0
-
-    def looked(self, age_s: float) -> float:
-        """Return the seconds so far. age_s: of the last sign of life, by the clock."""
-        now = self._clock()
-        ran_s = min(now - self._looked, 2 * self._look_s)
-        self._seconds, self._looked = min(age_s, self._seconds + ran_s), now
-        return self._seconds
-
-
-async def finished_within(
-    work: Awaitable[T], limit_s: float, late: Exception, look_s: float, clock: Callable[[], float]
-) -> T:
-    """Return the result of `work`; raise `late` after `limit_s`, as `Silence` counts them."""
-    began, silence, task = clock(), Silence(look_s, clock), asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     try:
-        while not task.done():
-            if silence.looked(clock() - began) > limit_s:
-                raise late
-            await asyncio.wait((task,), timeout=look_s)
-        return task.result()
+        for _ in range(math.ceil(limit_s / LOOK_S)):
+            await asyncio.wait((task,), timeout=LOOK_S)
+            if task.done():
+                return task.result()
+        raise late
     finally:
         task.cancel()

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
@@ -40,7 +40,7 @@ from rollout_server.serving.media import ImageSource
 from rollout_server.serving.prompts import Conversation, Prompts, Renderers
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
-from shared_contracts.infer import ImagePart, Message, RolloutInferRequest
+from shared_contracts.infer import Message, RolloutInferRequest, TextPart
 
 # --- conversations (WIRE-01)
 
@@ -53,8 +53,12 @@ def read_conversation(request: RolloutInferRequest) -> Conversation:
 
     Raises BadRequest when there are more or fewer of them than places.
     """
-    messages = [ChatMessage(m.role, _parts(m)) for m in request.messages]
-    own = [source for i, m in enumerate(request.messages) for source in _own_images(m, i)]
+    pieces = [_pieces(message, index) for index, message in enumerate(request.messages)]
+    messages = [
+        ChatMessage(message.role, [piece if isinstance(piece, str) else None for piece in own])
+        for message, own in zip(request.messages, pieces, strict=True)
+    ]
+    own = [piece for each in pieces for piece in each if not isinstance(piece, str)]
     listed = [ImageSource(f"images[{i}]", image) for i, image in enumerate(request.images)]
     open_places = own.count(None)
     if open_places != len(listed):
@@ -67,46 +71,27 @@ def read_conversation(request: RolloutInferRequest) -> Conversation:
     return Conversation(messages, [source or next(fill) for source in own])
 
 
-def _parts(message: Message) -> list[str | None]:
-    """Text and image places of a message, without empty text."""
+def _pieces(message: Message, index: int) -> list[str | ImageSource | None]:
+    """Text without empty pieces, and images; None where `images[]` fills a place."""
     if isinstance(message.content, str):
-        pieces = message.content.split(IMAGE_MARK)
-        marked: list[str | None] = [pieces[0]]
-        for piece in pieces[1:]:
-            marked += [None, piece]
-        return [part for part in marked if part != ""] or [""]
-    return [None if isinstance(part, ImagePart) else part.text for part in message.content]
-
-
-def _own_images(message: Message, index: int) -> list[ImageSource | None]:
-    """For each image place of a message its own image, or None if `images[]` fills it."""
-    if isinstance(message.content, str):
-        return [None] * message.content.count(IMAGE_MARK)
-    return [
-        None
-        if part.image is None
-        else ImageSource(f"messages[{index}].content[{number}].image", part.image)
-        for number, part in enumerate(message.content)
-        if isinstance(part, ImagePart)
-    ]
+        first, *others = message.content.split(IMAGE_MARK)
+        marked = [first, *(piece for other in others for piece in (None, other))]
+        return [piece for piece in marked if piece != ""] or [""]
+    pieces: list[str | ImageSource | None] = []
+    for number, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            pieces.append(part.text)
+        elif part.image is None:
+            pieces.append(None)
+        else:
+            pieces.append(ImageSource(f"messages[{index}].content[{number}].image", part.image))
+    return pieces
 
 
 # --- routing (SRV-01)
 
 
-class Loaded(Protocol):
-    """What choosing needs of an engine."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def load(self) -> Load: ...
-
-
-E = TypeVar("E", bound=Loaded)
-
-
-def least_loaded(engines: Sequence[E]) -> E:
+def least_loaded(engines: Sequence[Engine]) -> Engine:
     """The first of those with the fewest outstanding tokens."""
     return min(engines, key=lambda engine: engine.load.tokens)
 
@@ -125,7 +110,7 @@ class Turns:
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
 
-    def take(self, engine: Loaded, sequences: int) -> int:
+    def take(self, engine: Engine, sequences: int) -> int:
         """The turn of the next request, of so many sequences, at this engine."""
         turn = max(self._next.get(engine.index, 0), engine.load.turn + 1)
         self._next[engine.index] = turn + sequences

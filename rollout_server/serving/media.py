@@ -2,8 +2,8 @@
 
     image string -> encoded bytes -> size in the header -> decoded, upright, 8-bit RGB
 
-The memory of each step comes from a budget that all calls share. A string that occurs several
-times in a request is read and decoded once. Files, base64 and pixels are read in threads.
+The memory of each step comes from a budget that all calls share. Files, base64 and pixels are read
+in threads.
 """
 
 import asyncio
@@ -24,11 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rollout_server.runtime.concurrency import Budget
 from rollout_server.runtime.refusals import BadRequest
-from rollout_server.settings.options import (
-    DECODING_BYTES_PER_PIXEL,
-    RENDERING_BYTES_PER_PIXEL,
-    ServerSettings,
-)
+from rollout_server.settings.options import BYTES_PER_PIXEL, ServerSettings
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 FETCH_DEADLINE_S = 10.0
@@ -62,7 +58,7 @@ class MediaLoader:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._directories = [directory.resolve() for directory in settings.allowed_media_dirs]
-        self._hosts = settings.allowed_media_hosts if settings.allow_media_urls else ()
+        self._hosts = settings.allowed_media_hosts
         self._max_images = settings.max_images_per_request
         self._max_bytes = int(settings.max_image_mib * 2**20)
         self._max_pixels = int(settings.max_image_megapixels * 10**6)
@@ -93,20 +89,14 @@ class MediaLoader:
         if not sources:  # a text does not wait for memory
             yield []
             return
-        distinct: dict[str, ImageSource] = {}
-        for source in sources:
-            distinct.setdefault(source.image, source)
         async with AsyncExitStack() as held:
-            async with self._encoded.take(len(distinct) * self._max_bytes):
-                encoded = [(await self._read(source), source) for source in distinct.values()]
-                pixels = {
-                    source.image: await asyncio.to_thread(
+            async with self._encoded.take(len(sources) * self._max_bytes):
+                encoded = [(await self._read(source), source) for source in sources]
+                needed = 0
+                for content, source in encoded:
+                    needed += BYTES_PER_PIXEL * await asyncio.to_thread(
                         count_pixels, content, source, self._max_pixels
                     )
-                    for content, source in encoded
-                }
-                needed = DECODING_BYTES_PER_PIXEL * sum(pixels.values())
-                needed += RENDERING_BYTES_PER_PIXEL * sum(pixels[s.image] for s in sources)
                 if needed > self._decoded.total:
                     raise BadRequest(
                         "images",
@@ -114,12 +104,9 @@ class MediaLoader:
                         f"{self._decoded.total / 2**20:g} (max_decoded_mib)",
                     )
                 await held.enter_async_context(self._decoded.take(needed))
-                decoded = {
-                    source.image: await asyncio.to_thread(decode_image, content, source)
-                    for content, source in encoded
-                }
+                decoded = [await asyncio.to_thread(decode_image, *each) for each in encoded]
             del encoded
-            yield [decoded[source.image] for source in sources]
+            yield decoded
 
     def _require_available(self, sources: Sequence[ImageSource]) -> None:
         for source in sources:

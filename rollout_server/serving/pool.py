@@ -8,12 +8,12 @@ health(), live(), info(), world_size()           the probes
 import asyncio
 import socket
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from rollout_server.engines import DEFAULT_ENGINE, engine_package
+from rollout_server.engines import vllm
 from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.runtime.processes import memory_folder
@@ -44,18 +44,21 @@ T = TypeVar("T")
 class Pool:
     """Until `start` is done calls are refused; the probes answer at any time.
 
-    engine: of `engines.ENGINES`.
+    build: starts the engine of an index; blocking.
     server_epoch: changes the moment a replica is lost, which leaves the weight group.
     """
 
-    def __init__(self, settings: ServerSettings, engine: str = DEFAULT_ENGINE) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        build: Callable[[ServerSettings, int], Engine] = vllm.build,
+    ) -> None:
         self.settings = settings
-        self._engine_package = engine_package(engine)
         self._start_id = uuid.uuid4().hex
         self.telemetry = Telemetry()
-        self._replicas: Replicas[Engine] = Replicas(
+        self._replicas = Replicas(
             settings.num_replicas,
-            self._build_engine,
+            partial(build, settings),
             self._replica_lost,
             settings.hang_seconds,
             settings.start_seconds,
@@ -90,12 +93,8 @@ class Pool:
         self._stopping.set()
 
     async def close(self) -> None:
-        """End the engines' processes, but for those still being built (`building`)."""
+        """End the engines' processes, but for those still being built."""
         await self._replicas.close()
-
-    @property
-    def building(self) -> bool:
-        return self._replicas.building
 
     @property
     def weights(self) -> Pushes:
@@ -193,9 +192,6 @@ class Pool:
         ]
 
     # --- replicas
-
-    def _build_engine(self, index: int) -> Engine:
-        return self._engine_package.build(self.settings, index)
 
     async def serving(self) -> Sequence[Engine]:
         """The engines with the current weights, once no update runs.

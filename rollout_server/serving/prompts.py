@@ -4,8 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL.Image import Image
@@ -14,7 +13,6 @@ from rollout_server.engines.engine_protocol import (
     ChatMessage,
     Engine,
     EngineDead,
-    Load,
     Prompt,
     PromptRefused,
 )
@@ -54,11 +52,13 @@ class Renderers:
         work = 1 + sum(image.width * image.height for image in images)
         while self._engines:
             engine = min(self._engines, key=lambda engine: engine.load.rendering)
+            engine.load.rendering += work
             try:
-                with _rendering(engine.load, work):
-                    return await engine.render(messages, images)
+                return await engine.render(messages, images)
             except EngineDead:
                 self._engines = [left for left in self._engines if left is not engine]
+            finally:
+                engine.load.rendering -= work
         raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
 
 
@@ -107,16 +107,6 @@ class Prompts:
             )
         record.prompt_tokens += length
         return prompt
-
-
-@contextmanager
-def _rendering(load: Load, work: int) -> Iterator[None]:
-    """Count `work` as left to render for as long as the block runs."""
-    load.rendering += work
-    try:
-        yield
-    finally:
-        load.rendering -= work
 
 
 def _check_text(conversation: Conversation, max_model_len: int) -> None:

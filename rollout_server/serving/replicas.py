@@ -16,12 +16,12 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
 from rollout_server.engines.engine_protocol import Engine
-from rollout_server.runtime.concurrency import Silence, finished_within
+from rollout_server.runtime.concurrency import LOOK_S, finished_within
 from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
@@ -29,16 +29,13 @@ from shared_contracts.server_info import ReplicaState, ReplicaStatus
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-# Seconds between two looks at an engine that runs or starts.
-LOOK_S = 0.25
 LONGEST_PAUSE_S = 60.0
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Engine)
 
 
 @dataclass
-class _Slot(Generic[E]):
+class _Slot:
     """One replica.
 
     detail: why it has no engine. began: clock at the begin of the newest phase of a start.
@@ -47,42 +44,39 @@ class _Slot(Generic[E]):
     """
 
     index: int
-    engine: E | None = None
+    engine: Engine | None = None
     state: ReplicaState = "starting"
     detail: str = "its engine is being built"
-    began: float = 0.0
+    began: float = field(default_factory=time.monotonic)
     restarts: int = 0
     lost: int = 0
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "replica"))
     thread: int = 0
-    build: Future[E] | None = None
 
 
-class Replicas(Generic[E]):
+class Replicas:
     """`count` engines by index.
 
     build: makes the engine of an index; blocking, called in a thread.
     on_lost: called with the reason, before a lost replica is built again.
     hang_s: seconds without a heartbeat after which an engine is given up.
-    start_s: seconds after which a phase of a start is given up. clock: measures them.
+    start_s: seconds after which a phase of a start is given up.
     Time in which this process itself did not run counts in neither.
     """
 
     def __init__(
         self,
         count: int,
-        build: Callable[[int], E],
+        build: Callable[[int], Engine],
         on_lost: Callable[[str], Awaitable[None]],
         hang_s: float,
         start_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: list[_Slot[E]] = [_Slot(index, began=clock()) for index in range(count)]
+        self._slots = [_Slot(index) for index in range(count)]
         self._build = build
         self._on_lost = on_lost
         self._hang_s = hang_s
         self._start_s = start_s
-        self._clock = clock
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -99,7 +93,7 @@ class Replicas(Generic[E]):
         self._watches = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     async def close(self) -> None:
-        """End the engines' processes, but not those of a build that runs (see `building`)."""
+        """End the engines' processes, but not those of a build that runs."""
         for watch in self._watches:
             watch.cancel()
         ends = [_shut_down(slot, slot.engine) for slot in self._slots if slot.engine is not None]
@@ -108,27 +102,22 @@ class Replicas(Generic[E]):
         await asyncio.gather(*ends)
 
     @property
-    def building(self) -> bool:
-        """Whether a thread builds an engine now."""
-        return any(slot.build is not None and not slot.build.done() for slot in self._slots)
-
-    @property
     def losses(self) -> int:
         """The number of engines lost so far; increases the moment one dies."""
         engines = [slot.engine for slot in self._slots if slot.engine is not None]
         return sum(slot.lost for slot in self._slots) + len(engines) - len(self.alive())
 
-    def all(self) -> list[E]:
+    def all(self) -> list[Engine]:
         """Every engine, by index; raises the `not-ready` problem when one is missing."""
         if missing := [status for status in self.statuses(None) if status.state != "serving"]:
             raise not_serving(missing)
         return self.alive()
 
-    def alive(self) -> list[E]:
+    def alive(self) -> list[Engine]:
         engines = [slot.engine for slot in self._slots]
         return [engine for engine in engines if engine is not None and engine.alive]
 
-    def current(self, version: int) -> list[E]:
+    def current(self, version: int) -> list[Engine]:
         """The engines that answer with `version`; raises the problem of `not_serving` for none."""
         engines = [e for e in self.alive() if e.weights_version == version and not e.asleep]
         if not engines:
@@ -139,10 +128,10 @@ class Replicas(Generic[E]):
         """version: of the weights that may answer; None while an update runs."""
         return [self._status(slot, version) for slot in self._slots]
 
-    def _status(self, slot: _Slot[E], version: int | None) -> ReplicaStatus:
+    def _status(self, slot: _Slot, version: int | None) -> ReplicaStatus:
         engine, state, detail = slot.engine, slot.state, slot.detail
         if state == "starting":
-            detail += f", for {self._clock() - slot.began:.0f} s of at most {self._start_s:g} s"
+            detail += f", for {time.monotonic() - slot.began:.0f} s of at most {self._start_s:g} s"
         if engine is not None and not engine.alive:
             state, detail = "dead", "its process died"
         elif engine is not None and version not in (None, engine.weights_version):
@@ -157,21 +146,23 @@ class Replicas(Generic[E]):
             restarts=slot.restarts,
         )
 
-    async def _watch(self, slot: _Slot[E]) -> None:
+    async def _watch(self, slot: _Slot) -> None:
         while True:
             assert slot.engine is not None
             reason = await self._until_lost(slot.engine)
             await self._lose(slot, slot.engine, reason)
             await self._rebuild(slot)
 
-    async def _until_lost(self, engine: E) -> str:
+    async def _until_lost(self, engine: Engine) -> str:
         beating = asyncio.ensure_future(_beat(engine, min(HEARTBEAT_S, self._hang_s / 4)))
         try:
-            silence = Silence(LOOK_S)
+            silent_s = 0.0
             while not beating.done():
                 if not engine.alive:
                     return "its process died"
-                if silence.looked(engine.heartbeat_age_s) > self._hang_s:
+                # A clock alone would count the time in which this process did not run.
+                silent_s = min(engine.heartbeat_age_s, silent_s + LOOK_S)
+                if silent_s > self._hang_s:
                     return f"it gave no heartbeat for {self._hang_s:g} s"
                 await asyncio.wait((beating,), timeout=LOOK_S)
             failure = beating.exception()
@@ -179,7 +170,7 @@ class Replicas(Generic[E]):
         finally:
             beating.cancel()
 
-    async def _lose(self, slot: _Slot[E], engine: E, reason: str) -> None:
+    async def _lose(self, slot: _Slot, engine: Engine, reason: str) -> None:
         logger.error("replica %d is lost: %s", slot.index, reason)
         slot.engine, slot.state, slot.detail = None, "dead", reason
         slot.lost += 1
@@ -192,7 +183,7 @@ class Replicas(Generic[E]):
         for failure in filter(None, outcomes):
             logger.error("after the loss of replica %d: %r", slot.index, failure)
 
-    async def _rebuild(self, slot: _Slot[E]) -> None:
+    async def _rebuild(self, slot: _Slot) -> None:
         """Start an engine, again and again until it succeeds; `detail` has each failure."""
 
         def note_failure(attempt: RetryCallState) -> None:
@@ -207,39 +198,38 @@ class Replicas(Generic[E]):
         slot.restarts += 1
         logger.warning("replica %d was built again", slot.index)
 
-    async def _start_engine(self, slot: _Slot[E]) -> None:
+    async def _start_engine(self, slot: _Slot) -> None:
         """Build and prepare the engine of `slot`. A TimeoutError kills its processes."""
 
-        def build() -> E:
+        def build() -> Engine:
             slot.thread = threading.get_native_id()
             return self._build(slot.index)
 
-        slot.build = slot.threads.submit(build)
+        building = slot.threads.submit(build)
         try:
-            built = asyncio.wrap_future(slot.build)
+            built = asyncio.wrap_future(building)
             engine = await self._phase(slot, "its engine is being built", built)
             await self._phase(slot, "its engine is being prepared", engine.prepare())
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 kill_children(slot.thread)
-            end = slot.threads.submit(_discard, slot.build, reported=slot.lost > 0)
-            if slot.build.done():
+            end = slot.threads.submit(_discard, building, reported=slot.lost > 0)
+            if building.done():
                 await asyncio.wrap_future(end)
             raise
         slot.engine, slot.state, slot.detail = engine, "serving", ""
 
-    async def _phase(self, slot: _Slot[E], name: str, work: Awaitable[T]) -> T:
-        slot.state, slot.detail, slot.began = "starting", name, self._clock()
+    async def _phase(self, slot: _Slot, name: str, work: Awaitable[T]) -> T:
+        slot.state, slot.detail, slot.began = "starting", name, time.monotonic()
         found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
-        late = TimeoutError(found)
-        return await finished_within(work, self._start_s, late, LOOK_S, self._clock)
+        return await finished_within(work, self._start_s, TimeoutError(found))
 
 
-async def _shut_down(slot: _Slot[E], engine: E) -> None:
+async def _shut_down(slot: _Slot, engine: Engine) -> None:
     await asyncio.wrap_future(slot.threads.submit(engine.shutdown))
 
 
-def _discard(build: Future[E], reported: bool) -> None:
+def _discard(build: Future[Engine], reported: bool) -> None:
     """Shut down the engine of a start that failed, if it was built. reported: by vLLM."""
     if not build.cancelled() and build.exception() is None:
         if reported:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -124,68 +125,44 @@ class Telemetry:
     """The metrics of one server."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._calls = Counter(
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self._calls = counter(
             "rollout_calls",
             "Calls of /infer/ and of chat completions by how they ended.",
             ["outcome"],
-            registry=registry,
         )
         for outcome in get_args(Outcome):
             self._calls.labels(outcome)
-        self._in_flight = Gauge(
-            "rollout_calls_in_flight", "Those that are running.", registry=registry
+        self.in_flight = gauge("rollout_calls_in_flight", "Those that are running.")
+        self._requests = counter("rollout_requests", "Conversations that /infer/ answered.")
+        self._images = counter("rollout_images", "Images in them.")
+        self._prompt_tokens = counter("rollout_prompt_tokens", "Prompt tokens, images expanded.")
+        self._generated_tokens = counter("rollout_generated_tokens", "Tokens in answers.")
+        self._guard_triggers = counter(
+            "rollout_repeat_guard_triggers", "Sequences the repeat guard has ended."
         )
-        self._requests = Counter(
-            "rollout_requests", "Conversations that /infer/ answered.", registry=registry
-        )
-        self._images = Counter("rollout_images", "Images in them.", registry=registry)
-        self._prompt_tokens = Counter(
-            "rollout_prompt_tokens", "Prompt tokens, images expanded.", registry=registry
-        )
-        self._generated_tokens = Counter(
-            "rollout_generated_tokens", "Tokens in answers.", registry=registry
-        )
-        self._guard_triggers = Counter(
-            "rollout_repeat_guard_triggers",
-            "Sequences the repeat guard has ended.",
-            registry=registry,
-        )
-        self._refused = Counter(
+        self._refused = counter(
             "rollout_refused",
             "Calls answered with a problem, by route and kind.",
             ["route", "reason"],
-            registry=registry,
         )
-        self._phase_seconds = Histogram(
+        self._phase_seconds = seconds(
             "rollout_phase_seconds",
             "Seconds that /infer/ and chat completions spend in each phase.",
             ["phase"],
-            buckets=SECONDS,
-            registry=registry,
         )
-        self._pushes = Counter(
-            "rollout_weight_pushes", "Weight pushes that were finished.", registry=registry
+        self._pushes = counter("rollout_weight_pushes", "Weight pushes that were finished.")
+        self._push_seconds = seconds(
+            "rollout_weight_push_seconds", "Seconds of finished weight pushes by phase.", ["phase"]
         )
-        self._push_seconds = Histogram(
-            "rollout_weight_push_seconds",
-            "Seconds of finished weight pushes by phase.",
-            ["phase"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._push_bytes = Counter(
-            "rollout_weight_push_bytes", "Bytes of them, for one replica.", registry=registry
-        )
+        self._push_bytes = counter("rollout_weight_push_bytes", "Bytes of them, for one replica.")
 
     def watch(self, server: Watched) -> None:
         """Ask `server` for the gauges at every scrape."""
         self.registry.register(_Gauges(server))
-
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        with self._in_flight.track_inprogress():
-            yield
 
     def count_call(self, record: CallRecord) -> None:
         """Count a call that has ended, and what it was refused with."""
@@ -220,9 +197,31 @@ class _Gauges(Collector):
         self._server = server
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield _gauge("rollout_ready", "1 while /health/ says 200.", float(self._ready()))
-        yield from self._replicas()
-        yield from self._weights()
+        gauge, server = GaugeMetricFamily, self._server
+        yield gauge("rollout_ready", "1 while /health/ says 200.", float(self._ready()))
+        replica, per_state = ["replica"], ["replica", "state"]
+        running = gauge("rollout_running_sequences", "Sequences being decoded.", labels=replica)
+        waiting = gauge(
+            "rollout_waiting_sequences", "Sequences waiting to be decoded.", labels=replica
+        )
+        for load in server.loads():
+            running.add_metric([str(load.index)], load.running)
+            waiting.add_metric([str(load.index)], load.waiting)
+        restarts = gauge(
+            "rollout_replica_restarts", "Times the engine was built again.", labels=replica
+        )
+        state = gauge("rollout_replica_state", "1 for the state it is in.", labels=per_state)
+        for status in server.replica_statuses():
+            restarts.add_metric([str(status.index)], status.restarts)
+            for name in get_args(ReplicaState):
+                state.add_metric([str(status.index), name], float(status.state == name))
+        yield from (running, waiting, restarts, state)
+        weights = server.weights_status()
+        yield gauge("rollout_weights_version", "Of the weights served.", weights.weights_version)
+        state = gauge("rollout_weights_state", "1 for the state they are in.", labels=["state"])
+        for name in get_args(WeightState):
+            state.add_metric([name], float(weights.state == name))
+        yield state
 
     def _ready(self) -> bool:
         try:
@@ -230,37 +229,3 @@ class _Gauges(Collector):
         except ProblemError:
             return False
         return True
-
-    def _replicas(self) -> Iterator[GaugeMetricFamily]:
-        running = _by_replica("rollout_running_sequences", "Sequences being decoded.")
-        waiting = _by_replica("rollout_waiting_sequences", "Sequences waiting to be decoded.")
-        for load in self._server.loads():
-            running.add_metric([str(load.index)], load.running)
-            waiting.add_metric([str(load.index)], load.waiting)
-        restarts = _by_replica("rollout_replica_restarts", "Times the engine was built again.")
-        state = GaugeMetricFamily(
-            "rollout_replica_state", "1 for the state it is in.", labels=["replica", "state"]
-        )
-        for status in self._server.replica_statuses():
-            restarts.add_metric([str(status.index)], status.restarts)
-            for name in get_args(ReplicaState):
-                state.add_metric([str(status.index), name], float(status.state == name))
-        yield from (running, waiting, restarts, state)
-
-    def _weights(self) -> Iterator[GaugeMetricFamily]:
-        status = self._server.weights_status()
-        yield _gauge("rollout_weights_version", "Of the weights served.", status.weights_version)
-        state = GaugeMetricFamily(
-            "rollout_weights_state", "1 for the state they are in.", labels=["state"]
-        )
-        for name in get_args(WeightState):
-            state.add_metric([name], float(status.state == name))
-        yield state
-
-
-def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, documentation, value=value)
-
-
-def _by_replica(name: str, documentation: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, documentation, labels=["replica"])

@@ -4,6 +4,7 @@ A field is a key of `--config` and an option of `rollout-server serve` (`command
 docs/server-options.md is written by `scripts/server_reference.py`.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_config_from_environment
-from rollout_server.settings.run_config import LoraRank, read_run_config, read_yaml
+from rollout_server.settings.run_config import LoraRank, read_yaml, run_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import written_path
 from shared_contracts.infer import MAX_REQUESTS
@@ -22,10 +23,8 @@ from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 from shared_contracts.weights import Transport
 
 # Memory of an image: the decoder's canvas, its output, the upright copy and the RGB copy, each of
-# 4 bytes a pixel; and 3 bytes a pixel in the model's processor.
-DECODING_BYTES_PER_PIXEL = 16
-RENDERING_BYTES_PER_PIXEL = 4
-BYTES_PER_PIXEL = DECODING_BYTES_PER_PIXEL + RENDERING_BYTES_PER_PIXEL
+# 4 bytes a pixel; and 4 bytes a pixel in the model's processor.
+BYTES_PER_PIXEL = 20
 
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -66,7 +65,9 @@ class ServerSettings(StrictModel):
     allowed_media_hosts: Names = ()
     """host of image URLs: `name`, or `name:port` of another port"""
     max_image_mib: Positive = Field(default=32.0, description="largest image file, MiB")
-    max_image_megapixels: Positive = Field(default=64.0, description="largest decoded image")
+    # Pillow refuses larger images.
+    max_image_megapixels: float = Field(default=64.0, gt=0.0, le=178.0)
+    """largest decoded image"""
     max_decoded_mib: Positive = Field(default=4096.0, description="memory of decoded images, MiB")
     allowed_hosts: Names = Field(default=(), description="`Host` of calls, beside localhost")
     token_file: AnyPath | None = Field(default=None, description="file with the token of all calls")
@@ -99,6 +100,7 @@ class ServerSettings(StrictModel):
     _merged: Path | None = PrivateAttr(default=None)
 
     def disagreements(self) -> Iterator[Refusal]:
+        yield from self._of_media()
         if self.device == "gpu":
             yield from self._of_gpus()
             return
@@ -108,6 +110,19 @@ class ServerSettings(StrictModel):
             yield Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
         if self.distributed_executor_backend == "ray":
             yield Refusal("device is cpu", "Leave it out", "distributed_executor_backend")
+
+    def _of_media(self) -> Iterator[Refusal]:
+        if self.allowed_media_hosts and not self.allow_media_urls:
+            do = "Give --allow-media-urls, or leave it out"
+            yield Refusal("no URL is fetched", do, "allowed_media_hosts")
+        if self.allow_media_urls and not self.allowed_media_hosts:
+            do = "Name hosts with --allowed-media-host"
+            yield Refusal("no host is listed", do, "allow_media_urls")
+        needed = math.ceil(self.max_image_megapixels * 10**6 * BYTES_PER_PIXEL / 2**20)
+        if self.max_decoded_mib < needed:
+            found = f"{self.max_decoded_mib:g} are too few for one image of max_image_megapixels"
+            do = f"Give at least {needed}, or allow smaller images"
+            yield Refusal(found, do, "max_decoded_mib")
 
     def _of_gpus(self) -> Iterator[Refusal]:
         if self.distributed_executor_backend == "ray":
@@ -170,7 +185,7 @@ def load_settings(
     from_file = read_yaml(config, "--config") if config is not None else {}
     given = from_file | {name: value for name, value in options.items() if value is not None}
     if run_config is not None:
-        given = read_run_config(run_config).settings(given) | given
+        given = run_settings(run_config, given) | given
     environment = repeat_config_from_environment(environ)
     if environment is not None:
         given = {"repeat_terminate": environment} | given

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import SecretStr
 from safetensors import SafetensorError, safe_open
 
-from rollout_server.settings.options import BYTES_PER_PIXEL, ServerSettings
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.adapters import checkpoint_chain, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, text_config
@@ -31,9 +31,6 @@ from shared_contracts.machine import (
 from shared_contracts.server_info import TOKEN_VARIABLE, given_token, given_token_files
 
 logger = logging.getLogger(__name__)
-
-# Pillow refuses larger images.
-DECODER_MEGAPIXELS = 178.0
 
 
 def check_settings(settings: ServerSettings) -> ServerSettings:
@@ -108,28 +105,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_media(settings: ServerSettings) -> None:
-    """Check the limits of images, and that their folders exist."""
+    """Check that the folders of images exist."""
     for directory in settings.allowed_media_dirs:
         if not os.path.isdir(directory):  # which is false where nobody may look
             raise ContractError(
                 "allowed_media_dirs", f"{directory} is no directory", "Name existing directories"
             )
-    if settings.allowed_media_hosts and not settings.allow_media_urls:
-        raise ContractError(
-            "allowed_media_hosts", "no URL is fetched", "Give --allow-media-urls, or leave it out"
-        )
-    if settings.allow_media_urls and not settings.allowed_media_hosts:
-        raise ContractError(
-            "allow_media_urls", "no host is listed", "Name hosts with --allowed-media-host"
-        )
-    if settings.max_image_megapixels > DECODER_MEGAPIXELS:
-        found = f"{settings.max_image_megapixels:g} are more than the decoder takes"
-        raise ContractError("max_image_megapixels", found, f"Give at most {DECODER_MEGAPIXELS:g}")
-    needed = settings.max_image_megapixels * 10**6 * BYTES_PER_PIXEL / 2**20
-    if settings.max_decoded_mib < needed:
-        found = f"{settings.max_decoded_mib:g} are too few for one image of max_image_megapixels"
-        do = f"Give at least {math.ceil(needed)}, or allow smaller images"
-        raise ContractError("max_decoded_mib", found, do)
 
 
 def check_gpus(

@@ -11,7 +11,6 @@ The learner checks all other keys.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,42 +33,6 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 LORA_RANKS: tuple[int, ...] = get_args(LoraRank)
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The server's part of a training YAML.
-
-    lora_rank: of the trained adapter; None without one.
-    prompt, answer: most tokens of each; None if the YAML sets no limit. A prompt is shorter than
-        its pack.
-    """
-
-    rollout: SharedRolloutConfig
-    lora_rank: int | None
-    prompt: int | None
-    answer: int | None
-
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server settings of this run. given: the server's other settings."""
-        gpus = given.get("tensor_parallel_size")
-        vllm, transport = self.rollout.vllm, self.rollout.vllm.sync.transport
-        settings = {
-            "max_num_seqs": self.rollout.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
-            "repeat_terminate": self.rollout.repeat_terminate,
-            "weight_transport": None if transport == "auto" else transport,
-            "max_model_len": vllm.max_model_len or self._context(given.get("model")),
-            "enable_prefix_caching": vllm.enable_prefix_caching,
-            "enable_lora": vllm.enable_lora,
-        }
-        if vllm.enable_lora and self.lora_rank is not None and "max_lora_rank" not in given:
-            settings["max_lora_rank"] = _vllm_rank(self.lora_rank)
-        return settings
-
-    def _context(self, model: Any) -> int | None:
-        if self.prompt is None or self.answer is None or not isinstance(model, str | Path):
-            return None
-        return run_context(Path(model), self.prompt, self.answer)
-
-
 def _vllm_rank(lora_rank: int) -> int:
     """Return the smallest rank of LORA_RANKS that holds `lora_rank`."""
     for rank in LORA_RANKS:
@@ -80,13 +43,32 @@ def _vllm_rank(lora_rank: int) -> int:
     raise ContractError("tuner.lora_rank", found, do)
 
 
-def read_run_config(path: Path) -> RunConfig:
-    """Read the server's part of a training YAML.
+def run_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server settings of a training YAML. given: the server's other settings.
 
     Raises ContractErrors with every bad key of that part by its path in the file.
     """
     _, mappings = read_chain(path, partial(read_yaml, option=OPTION))
     merged = merge_chain(mappings)
+    rollout = read_rollout_config(path, merged)
+    vllm, transport = rollout.vllm, rollout.vllm.sync.transport
+    gpus, length = given.get("tensor_parallel_size"), vllm.max_model_len
+    settings = {
+        "max_num_seqs": rollout.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
+        "repeat_terminate": rollout.repeat_terminate,
+        "weight_transport": None if transport == "auto" else transport,
+        "max_model_len": length or _context(given.get("model"), merged),
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enable_lora": vllm.enable_lora,
+    }
+    lora_rank = _positive(_section(merged, "tuner").get("lora_rank"))
+    if vllm.enable_lora and lora_rank is not None and "max_lora_rank" not in given:
+        settings["max_lora_rank"] = _vllm_rank(lora_rank)
+    return settings
+
+
+def read_rollout_config(path: Path, merged: Mapping[str, Any]) -> SharedRolloutConfig:
+    """Return the section that both programs read. merged: the mapping of the file `path`."""
     section = merged.get(SECTION)
     if not isinstance(section, dict):
         raise ContractError(
@@ -97,16 +79,22 @@ def read_run_config(path: Path) -> RunConfig:
     if isinstance(guard, dict) and "answer_format" in custom:
         known["repeat_terminate"] = {"answer_format": _answer_format(custom)} | guard
     try:
-        rollout = SharedRolloutConfig.model_validate(known)
+        return SharedRolloutConfig.model_validate(known)
     except ValidationError as error:
         raise ContractErrors(contract_errors(error, SharedRolloutConfig, at=SECTION)) from None
+
+
+def _context(model: Any, merged: Mapping[str, Any]) -> int | None:
+    """Return the context of the run; None if the YAML sets no limit.
+
+    A prompt is shorter than its pack.
+    """
     packed = _section(merged, "training").get("packing", True) is not False
-    return RunConfig(
-        rollout,
-        lora_rank=_positive(_section(merged, "tuner").get("lora_rank")),
-        prompt=_positive(merged.get("global_max_length")) if packed else None,
-        answer=_positive(section.get("max_new_tokens")),
-    )
+    prompt = _positive(merged.get("global_max_length")) if packed else None
+    answer = _positive(_section(merged, SECTION).get("max_new_tokens"))
+    if prompt is None or answer is None or not isinstance(model, str | Path):
+        return None
+    return run_context(Path(model), prompt, answer)
 
 
 def read_yaml(path: Path, option: str) -> dict[str, Any]:

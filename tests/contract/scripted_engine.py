@@ -197,9 +197,5 @@ class ScriptedEngine:
         return self.adapters_in_use | {self.weights_version}
 
 
-def environment(settings: ServerSettings) -> dict[str, str]:
-    return {}
-
-
 def build(settings: ServerSettings, index: int) -> Engine:
     return ScriptedEngine(index, Worker())

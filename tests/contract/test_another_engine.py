@@ -1,4 +1,4 @@
-"""A server on the scripted engine: registry, push, and OpenAI's routes (OAI-01).
+"""A server on the scripted engine: push, and OpenAI's routes (OAI-01).
 
 `test_openai.py` tests OpenAI's client with vLLM.
 """
@@ -20,11 +20,11 @@ import torch
 from fastapi import FastAPI
 
 from learner.rollout.server_process import free_ports
-from rollout_server.engines import ENGINES
 from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem
+from tests.contract import scripted_engine
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import served_app
 from tests.contract.toy_checkpoints import read_weights
@@ -76,13 +76,12 @@ CALL_OF_ALL = {"infer_requests": [call("hello")] * 4}
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, tied: Path) -> Iterator[Served]:
+def served(tied: Path) -> Iterator[Served]:
     """A server with two scripted engines and OpenAI's routes."""
-    monkeypatch.setitem(ENGINES, "scripted", "tests.contract.scripted_engine")
     settings = ServerSettings(
         model=tied, device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
     )
-    pool = Pool(settings, "scripted")
+    pool = Pool(settings, scripted_engine.build)
     engines: list[Any] = []
 
     @asynccontextmanager

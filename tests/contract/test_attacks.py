@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from rollout_server.engines import ENGINES
 from rollout_server.http.app import create_app
 from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+from tests.contract import scripted_engine
 from tests.contract.served_app import Address, served_app
 
 pytestmark = pytest.mark.req("SRV-06", "WIRE-05")
@@ -47,24 +47,22 @@ def serving(folder: Path, header_s: float = 60.0, body_s: float = 60.0) -> Itera
         max_concurrent_calls=CALLS,
         token_file=token,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENGINES, "scripted", "tests.contract.scripted_engine")
-        pool = Pool(settings, "scripted")
+    pool = Pool(settings, scripted_engine.build)
 
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            await pool.start()
-            yield
-            await pool.close()
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await pool.start()
+        yield
+        await pool.close()
 
-        with served_app(
-            create_app(pool, lifespan, body_s),
-            force_exit=True,
-            http=type("HastyProtocol", (DeadlineProtocol,), {"header_s": header_s}),
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            ws="none",
-        ) as address:
-            yield address
+    with served_app(
+        create_app(pool, lifespan, body_s),
+        force_exit=True,
+        http=type("HastyProtocol", (DeadlineProtocol,), {"header_s": header_s}),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        ws="none",
+    ) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

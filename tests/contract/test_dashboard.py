@@ -13,13 +13,13 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.http.app import create_app
-from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
-from rollout_server.serving.telemetry import CallRecord, Phase, ReplicaLoad, Telemetry
+from rollout_server.serving.telemetry import CallRecord, Phase, Telemetry
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_TITLES
-from shared_contracts.server_info import TOKEN_VARIABLE, Health, ReplicaState, ReplicaStatus
+from shared_contracts.server_info import TOKEN_VARIABLE, ReplicaState, ReplicaStatus
 from shared_contracts.weights import SyncReport, WeightStatus
+from tests.contract.test_telemetry import ScriptedServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOKEN = "a-token-of-a-test"
@@ -31,25 +31,6 @@ PUSH_PHASES = ("pause", "transfer", "finish")
 Series = dict[str, dict[str, set[str]]]
 
 
-class Server:
-    """One replica in each state; not ready."""
-
-    def health(self) -> Health:
-        raise refusal("not-ready", "replica 1 is dead", "replicas[1]")
-
-    def replica_statuses(self) -> list[ReplicaStatus]:
-        return [
-            ReplicaStatus(index=i, state=state, detail="", heartbeat_age_s=0.1, restarts=i)
-            for i, state in enumerate(get_args(ReplicaState))
-        ]
-
-    def weights_status(self) -> WeightStatus:
-        return STATUS
-
-    def loads(self) -> list[ReplicaLoad]:
-        return [ReplicaLoad(index=0, running=64, waiting=8)]
-
-
 def make_app() -> FastAPI:
     return create_app(Pool(ServerSettings(model=Path("/m"), device="cpu", replicas=1)))
 
@@ -58,7 +39,11 @@ def make_app() -> FastAPI:
 def series() -> Series:
     """The values of each label of each series, from a server that counted every kind of event."""
     telemetry = Telemetry()
-    telemetry.watch(Server())
+    states = [
+        ReplicaStatus(index=i, state=state, detail="", heartbeat_age_s=0.1, restarts=i)
+        for i, state in enumerate(get_args(ReplicaState))
+    ]
+    telemetry.watch(ScriptedServer(ready=False, replicas=states))
     for path in make_app().openapi()["paths"]:
         for reason in PROBLEM_TITLES:
             telemetry.count_call(CallRecord(path, problem=reason))

@@ -69,7 +69,7 @@ class Ends:
         self.threads = ThreadPoolExecutor(body.world_size)
         store = open_tcp_store(body)
         joining = [
-            self.threads.submit(engine.init_transfer_engine, GroupInfo(**given, first_worker=i))
+            self.threads.submit(engine.init_transfer_engine, GroupInfo(body.model_dump(), i))
             for i, engine in enumerate(self.engines)
         ]
         self.groups = [self.join(body, number) for number in range(senders)]

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ class FrontEnd:
     """The part of `AsyncLLM` that rendering uses."""
 
     renderer: Any
+    model_config: ClassVar[Any] = SimpleNamespace(dtype="float32", max_model_len=1024)
 
     def get_tokenizer(self) -> Any:
         return self.renderer.get_tokenizer()

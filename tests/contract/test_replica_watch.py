@@ -11,7 +11,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.replicas import Replicas
 from rollout_server.serving.telemetry import CallRecord
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.scripted_engine import ScriptedEngine
@@ -26,15 +26,6 @@ from tests.contract.test_limits import REQUEST, settings
 
 HANG_S = 2.0
 START_S = 0.4
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class StoppedProcess:
@@ -62,8 +53,7 @@ class Bench:
         self.events: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
-        self.clock = Clock()
-        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S, START_S, self.clock)
+        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S, START_S)
 
     def _build(self, index: int) -> ScriptedEngine:
         self.hold.wait(60)
@@ -236,11 +226,9 @@ def test_a_rebuild_that_stands_still_is_killed_and_tried_again() -> None:
         bench.faults = [stopped]
         bench.built[0].alive = False
         await bench.until(lambda: stopped.process is not None)
-        bench.clock.now += 0.3
         (lost, _) = bench.replicas.statuses(0)
         assert lost.state == "starting"
         assert lost.detail == "its engine is being built, for 0 s of at most 0.4 s"
-        bench.clock.now += 1000.0
         await bench.until(lambda: "for over 0.4 s" in bench.replicas.statuses(0)[0].detail)
         await bench.until(lambda: bench.states() == ["serving", "serving"])
 
@@ -252,15 +240,13 @@ def test_a_rebuild_that_stands_still_is_killed_and_tried_again() -> None:
 STALLED_SERVER = """
 from pathlib import Path
 from rollout_server import serve
-from rollout_server.engines import ENGINES
+from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import bind
-from tests.contract import scripted_engine
 from tests.contract.test_replica_watch import StoppedProcess
 
 if __name__ == "__main__":
-    scripted_engine.build = lambda settings, index: StoppedProcess()()
-    ENGINES["vllm"] = "tests.contract.scripted_engine"
+    serve.Pool = lambda settings: Pool(settings, lambda *_: StoppedProcess()())
     settings = ServerSettings(model=Path("/m"), device="cpu", start_seconds=0.1)
     serve.serve(settings, bind("127.0.0.1", 0))
 """
@@ -287,13 +273,13 @@ class ScriptedPool(Pool):
     """`engines`: the last one of each index; builds wait for `built`, and fail while `failing`."""
 
     def __init__(self, replicas: int) -> None:
-        super().__init__(settings(replicas=replicas))
+        super().__init__(settings(replicas=replicas), self._build)
         self.engines: dict[int, ScriptedEngine] = {}
         self.failing = False
         self.built = threading.Event()
         self.built.set()
 
-    def _build_engine(self, index: int) -> Any:
+    def _build(self, _: ServerSettings, index: int) -> ScriptedEngine:
         self.built.wait(60)
         if self.failing:
             raise RuntimeError("no memory")
@@ -371,8 +357,7 @@ def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
         pool = ScriptedPool(1)
         pool.built.clear()
         start = asyncio.create_task(pool.start())
-        while not pool.building:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert refusal_of(pool.health) == await infer_problem(pool)
         detail = refusal_of(pool.health).detail
         assert detail.startswith("the engines are starting; replica 0: its engine is being built, ")

@@ -157,8 +157,9 @@ def test_images_fill_the_open_places_of_a_conversation_in_order() -> None:
         assert conversation.messages == [ChatMessage("user", ["a ", None, "b ", None])]
         sources = [ImageSource("images[0]", "x"), ImageSource("images[1]", "y")]
         assert conversation.sources == sources
-    own = RolloutInferRequest.model_validate(request([image_part("own.png"), image_part()], "x"))
-    assert [source.image for source in read_conversation(own).sources] == ["own.png", "x"]
+    parts = [image_part("own.png"), image_part(), image_part("")]
+    own = RolloutInferRequest.model_validate(request(parts, "x"))
+    assert [source.image for source in read_conversation(own).sources] == ["own.png", "x", ""]
 
 
 @pytest.mark.req("WIRE-05")

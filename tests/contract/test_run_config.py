@@ -9,7 +9,7 @@ import pytest
 from learner.config import dump_mapping, load_config, load_mapping, merge
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.repeat_config import CONFIG_JSON
-from rollout_server.settings.run_config import read_run_config
+from rollout_server.settings.run_config import read_rollout_config
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -51,7 +51,7 @@ def errors_of(run: Path, **given: Any) -> list[ContractError]:
 def test_server_and_learner_read_the_same_of_every_shipped_config() -> None:
     for path in sorted(CONFIGS.rglob("*.yaml")):
         learner = load_config(path).rollout_matching
-        server = read_run_config(path).rollout
+        server = read_rollout_config(path, load_mapping(path))
         for name in type(server).model_fields:
             assert getattr(server, name) == getattr(learner, name), path
 

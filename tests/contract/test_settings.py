@@ -102,6 +102,9 @@ def test_gpus_are_split_into_groups_of_their_own() -> None:
     assert settings.transport == "nccl"
 
 
+CPU = {"device": "cpu"}
+
+
 @pytest.mark.req("SRV-04", "SYNC-01", "CFG-09")
 @pytest.mark.parametrize(
     ("options", "where", "found"),
@@ -110,10 +113,14 @@ def test_gpus_are_split_into_groups_of_their_own() -> None:
         ({"gpus": [1, 1]}, "gpus", "[1, 1] names one twice"),
         ({"gpus": [0, 1, 2], "tensor_parallel_size": 2}, "gpus", ""),
         ({"gpus": [0], "replicas": 1}, "replicas", ""),
-        ({"device": "cpu", "gpus": [0]}, "gpus", ""),
-        ({"device": "cpu", "weight_transport": "nccl"}, "weight_transport", ""),
+        (CPU | {"gpus": [0]}, "gpus", ""),
+        (CPU | {"weight_transport": "nccl"}, "weight_transport", ""),
+        (CPU | {"allowed_media_hosts": ["images.example"]}, "allowed_media_hosts", ""),
+        (CPU | {"allow_media_urls": True}, "allow_media_urls", "no host is listed"),
+        (CPU | {"max_image_megapixels": 178.5}, "max_image_megapixels", ""),
+        (CPU | {"max_decoded_mib": 1220}, "max_decoded_mib", "too few for one image"),
         (
-            {"device": "cpu", "allowed_media_dirs": ["/a", "${DATA}/b"]},
+            CPU | {"allowed_media_dirs": ["/a", "${DATA}/b"]},
             "allowed_media_dirs[1]",
             '"${DATA}/b" has ${DATA}, and variables are not expanded',
         ),

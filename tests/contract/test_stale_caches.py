@@ -14,7 +14,7 @@ from tests.contract.running_server import running_server
 from tests.unit.loaded_models import load_small
 
 STALE_ENGINE = """
-from rollout_server.engines.vllm import environment
+from rollout_server.engines import vllm
 
 def build(settings, index):
     from rollout_server.engines.vllm.engine import VllmEngine
@@ -29,9 +29,9 @@ def build(settings, index):
             self.weights_version = version
 
     return StaleEngine.build(settings, index)
+
+vllm.build = build
 """
-# Python imports it when it starts.
-REGISTRATION = 'from rollout_server.engines import ENGINES; ENGINES["vllm"] = "stale_engine"'
 
 
 @pytest.mark.slow
@@ -43,8 +43,7 @@ def test_the_proof_of_effect_sees_caches_of_the_old_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "stale_engine.py").write_text(STALE_ENGINE)
-    (tmp_path / "sitecustomize.py").write_text(REGISTRATION)
+    (tmp_path / "sitecustomize.py").write_text(STALE_ENGINE)  # Python imports it when it starts
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     learner = load_small(other_tied, toy_data, tmp_path / "run")
     with (

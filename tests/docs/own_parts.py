@@ -72,16 +72,13 @@ def run(model: Path, data: Path, out: Path) -> None:
 
 def engine(model: Path) -> None:
     """Have the engine answer a prompt; print how many tokens it says it has generated."""
-    from rollout_server.engines import ENGINES, engine_package
     from rollout_server.engines.engine_protocol import ChatMessage
     from rollout_server.settings.options import ServerSettings
     from shared_contracts.infer import RequestConfig
 
-    ENGINES["counting"] = "counting"
     settings = ServerSettings(model=model, device="cpu", max_model_len=256)
-    package = engine_package("counting")
-    os.environ |= package.environment(settings)
-    engine = package.build(settings, 0)
+    os.environ |= resolve_name("counting:environment")(settings)
+    engine = resolve_name("counting:build")(settings, 0)
 
     async def answer() -> int:
         await engine.prepare()
@@ -91,7 +88,7 @@ def engine(model: Path) -> None:
         return sum(len(each.token_ids) for each in found)
 
     tokens = asyncio.run(answer())
-    print(json.dumps({"answered": tokens, "counted": engine.tokens}))  # type: ignore[attr-defined]
+    print(json.dumps({"answered": tokens, "counted": engine.tokens}))
     engine.shutdown()
 
 

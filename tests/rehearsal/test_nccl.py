@@ -51,7 +51,7 @@ def built(index: int) -> Any:
     async def work(call: Callable[..., None], *arguments: Any) -> None:
         await asyncio.wrap_future(thread.submit(call, *arguments))
 
-    llm = AsyncMock(errored=False, model_config=SimpleNamespace(dtype="float32"))
+    llm = AsyncMock(errored=False, model_config=SimpleNamespace(dtype="float32", max_model_len=8))
     join, receive = plug_in.init_transfer_engine, plug_in.receive_weights
     llm.init_weight_transfer_engine = lambda body: work(join, GroupInfo(**body.init_info))
     llm.update_weights = lambda body: work(receive, Manifest(**body.update_info))

@@ -40,24 +40,11 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     # The engine's process reads the guard's settings. The guard is a logits processor of the model
     # runner V1; without the guard vLLM chooses the runner.
     variables |= repeat_environment(settings.repeat_terminate)
-    variables |= _json_logs() if settings.log_format == "json" else {}
-    variables |= _this_machine_only() if settings.distributed_executor_backend != "ray" else {}
+    if settings.log_format == "json":  # vLLM sets up logging by itself, here and in each engine
+        variables["VLLM_LOGGING_CONFIG_PATH"] = str(JSON_LOGGING_FILE)
+    if settings.distributed_executor_backend != "ray":  # workers listen for this machine alone
+        variables |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_LOOPBACK_IP"), "127.0.0.1")
     return variables | (_cpu(settings) if settings.device == "cpu" else _gpu(settings))
-
-
-def _this_machine_only() -> dict[str, str]:
-    return {
-        # The workers of a replica listen where nobody else can reach them.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOOPBACK_IP": "127.0.0.1",
-    }
-
-
-def _json_logs() -> dict[str, str]:
-    return {
-        # vLLM sets up logging by itself, here and in each engine process: this is how.
-        "VLLM_LOGGING_CONFIG_PATH": str(JSON_LOGGING_FILE),
-    }
 
 
 def _cpu(settings: ServerSettings) -> dict[str, str]:

@@ -94,18 +94,16 @@ _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """adapter: what every sequence names, whatever the weights are; None where none is served.
+    """An `engine_protocol.Engine`, which describes the methods.
 
     guard: settings of the repeat guard that `prepare` requires of every worker.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        index: int,
-        guard: RepeatTerminateConfig,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, index: int, guard: RepeatTerminateConfig) -> None:
         self._llm = llm
+        self.max_model_len = int(llm.model_config.max_model_len)
+        dtype = str(llm.model_config.dtype).removeprefix("torch.")
+        self.dtype = TypeAdapter[DtypeName](DtypeName).validate_python(dtype)
         self._guard = guard
         self._sentinel: int | None = None  # of the guard, once it is known to be active
         self._adapter: LoRARequest | None = None  # of new sequences; its id is the version
@@ -130,25 +128,12 @@ class VllmEngine:
         return cls(llm, index, settings.repeat_terminate)
 
     @property
-    def max_model_len(self) -> int:
-        return int(self._llm.model_config.max_model_len)
-
-    @property
-    def dtype(self) -> DtypeName:
-        """In which the model's weights are held."""
-        name = str(self._llm.model_config.dtype).removeprefix("torch.")
-        return TypeAdapter[DtypeName](DtypeName).validate_python(name)
-
-    @property
     def alive(self) -> bool:
         return not (self._llm.errored or self._given_up.is_set())
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the engine's loop last answered, or a weight phase ended.
-
-        Weight phases stop the loop and have deadlines of their own.
-        """
+        # Weight phases stop the engine's loop, and have deadlines of their own.
         return 0.0 if self._phases else time.monotonic() - self._last_sign
 
     async def heartbeat(self) -> None:
@@ -157,16 +142,10 @@ class VllmEngine:
         self._last_sign = time.monotonic()
 
     def declare_dead(self) -> None:
-        """Have every call that waits for this engine raise EngineDead."""
         self._given_up.set()
 
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
-        """Apply the model's chat template and processor.
-
-        images: in the order of the image parts of `messages`.
-        Raises PromptRefused for what the template or the processor cannot take, and EngineDead
-        once the engine is given up: its renderer ends with it.
-        """
+        """Apply the model's chat template and processor; the renderer ends with the engine."""
         self._refuse_control_tokens(messages)
         if self._given_up.is_set():
             raise EngineDead(f"replica {self.index} is dead")
@@ -192,7 +171,6 @@ class VllmEngine:
             raise PromptRefused(f"the text spells out {found[0]}, which the chat template writes")
 
     def check_sampling(self, config: RequestConfig) -> None:
-        """Raises PromptRefused for parameters vLLM does not take."""
         sampling_params(config, config.seed, max_tokens=1)
 
     async def generate(
@@ -204,12 +182,6 @@ class VllmEngine:
         request_id: str,
         turn: int,
     ) -> list[Completion]:
-        """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
-
-        turn: what waits is taken by its order, and within a turn as it came.
-
-        Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
-        """
         sampling = sampling_params(config, seed, max_tokens, self._sentinel)
         with self._keeping_adapter() as adapter:
             outputs = self._llm.generate(
@@ -219,7 +191,6 @@ class VllmEngine:
         return [self._completion(output, adapter) for output in final.outputs]
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
-        """Make vLLM's app of OpenAI's routes (`openai_app.py`)."""
         from rollout_server.engines.vllm.openai_app import openai_app  # imported by `build`
 
         return await openai_app(self._llm, generate_chat)
@@ -235,23 +206,17 @@ class VllmEngine:
         if self._sentinel is not None:
             sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
         with self._keeping_adapter() as adapter:
-            await self._reached(self._stream(prompt, sampling, turn, send, adapter))
+            outputs = self._llm.generate(
+                prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
+            )
 
-    async def _stream(
-        self,
-        prompt: Any,
-        sampling: SamplingParams,
-        turn: int,
-        send: Callable[[Any], None],
-        adapter: LoRARequest | None,
-    ) -> None:
-        outputs = self._llm.generate(
-            prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
-        )
-        async for output in outputs:
-            if any(choice.finish_reason == "abort" for choice in output.outputs):
-                raise Aborted(f"replica {self.index} ended a sequence: abort")
-            send(output)
+            async def send_all() -> None:
+                async for output in outputs:
+                    if any(choice.finish_reason == "abort" for choice in output.outputs):
+                        raise Aborted(f"replica {self.index} ended a sequence: abort")
+                    send(output)
+
+            await self._reached(send_all())
 
     def _completion(self, output: CompletionOutput, adapter: LoRARequest | None) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
@@ -282,7 +247,6 @@ class VllmEngine:
         return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def pause(self) -> None:
-        """Let running sequences finish, hold new ones, drop what old weights cached."""
         await self._reached(self._llm.pause_generation(mode="wait", clear_cache=True))
 
     async def resume(self) -> None:
@@ -318,37 +282,27 @@ class VllmEngine:
             self._asleep.difference_update(due)
 
     async def _move_memory(self, call: Coroutine[Any, Any, object]) -> None:
-        """Give up an engine where this breaks: nobody knows which memory it has.
-
-        Raises EngineDead.
-        """
-        self._phases += 1
+        """Give up an engine where this breaks: its memory is unknown. Raises EngineDead."""
         try:
-            await self._reached(call)
+            await self._worker_call(call)
         except BaseException as error:
             self.declare_dead()
-            if not isinstance(error, Exception) or isinstance(error, EngineDead):
-                raise
-            found = f"replica {self.index} did not move its memory: {error}"
-            raise EngineDead(found) from error
-        finally:
-            self._phases -= 1
-            self._last_sign = time.monotonic()
+            if isinstance(error, WeightPhaseFailed):
+                found = f"replica {self.index} did not move its memory: {error.__cause__}"
+                raise EngineDead(found) from error
+            raise
 
     @property
     def guard_active(self) -> bool:
-        """Whether `prepare` found the repeat guard in every worker."""
         return self._sentinel is not None
 
     async def prepare(self) -> None:
-        """Read from the workers that the guard is active. Raises GuardInactive and EngineDead."""
         if self._guard.enabled:
             reports = await self._reached(self._llm.collective_rpc("repeat_guard"))
             self._sentinel = active_sentinel(self._guard, reports)
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
-        keys = {"host", "port", "world_size", "senders", "transport", "bucket_bytes", "timeout_s"}
-        info = init.model_dump(include=keys) | {"first_worker": first_worker}
+        info = {"group": init.model_dump(), "first_worker": first_worker}
         request = WeightTransferInitRequest(info)
         await self._worker_call(self._llm.init_weight_transfer_engine(request))
 
@@ -365,7 +319,6 @@ class VllmEngine:
         await self._worker_call(self._llm.update_weights(request))
 
     async def finish_update(self, version: int) -> None:
-        """Complete the load, drop every cache of the old weights, stamp what follows."""
         await self._worker_call(self._llm.finish_weight_update())
         await self._reached(self._llm.reset_mm_cache())
         await self._reached(self._llm.reset_encoder_cache())
@@ -416,7 +369,6 @@ class VllmEngine:
             self._last_sign = time.monotonic()
 
     def shutdown(self) -> None:
-        """End the engine's processes (blocking, seconds at most)."""
         if not self._given_up.is_set():
             # vLLM's output loop would report the end we ask for as a death, with a traceback.
             logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)

@@ -39,9 +39,9 @@ from shared_contracts.rendezvous import meet, without_watchdog
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
+    InitCommunicator,
     ParameterMeta,
     SharedMemory,
-    Transport,
     group_prefix,
     plan_buckets,
 )
@@ -53,18 +53,12 @@ _MOST_JSON = 64 * 2**10
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """first_worker: number of the engine's first worker among those of all engines.
+    """group: fields of the `InitCommunicator`.
 
-    The other fields are those of `InitCommunicator`.
+    first_worker: number of the engine's first worker among those of all engines.
     """
 
-    host: str
-    port: int
-    world_size: int
-    senders: int
-    transport: Transport
-    bucket_bytes: int
-    timeout_s: float
+    group: dict[str, Any]
     first_worker: int
 
 
@@ -91,9 +85,10 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         Raises TimeoutError with the missing ranks after `timeout_s`.
         """
         self.shutdown()
-        self._bucket_bytes = init_info.bucket_bytes
+        init = InitCommunicator.model_validate(init_info.group)
+        self._bucket_bytes = init.bucket_bytes
         number = init_info.first_worker + self.parallel_config.rank
-        self._group = join_group(init_info, number, self.device)
+        self._group = join_group(init, number, self.device)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -178,7 +173,7 @@ def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tu
 ProcessGroup: TypeAlias = Any
 
 
-def join_group(info: GroupInfo, worker: int, device: torch.device) -> "Group":
+def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Group":
     """Join the group of a worker; return once every rank of it has joined.
 
     worker: its number among the workers of all engines.
@@ -310,21 +305,14 @@ def mapped(shared: SharedMemory) -> Tensor:
 
 def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:
     tensor: Tensor = rebuild_cuda_tensor(
-        torch.Tensor,
-        torch.Size([size]),
-        (1,),
-        memory.tensor_offset,
-        torch.storage.TypedStorage,
-        torch.uint8,
-        _device_of(memory.gpu),
-        memory.storage_handle,
-        memory.storage_size_bytes,
-        memory.storage_offset_bytes,
-        False,
-        memory.ref_counter_handle,
-        memory.ref_counter_offset,
-        memory.event_handle,
-        memory.event_sync_required,
+        tensor_cls=torch.Tensor,
+        tensor_size=torch.Size([size]),
+        tensor_stride=(1,),
+        storage_cls=torch.storage.TypedStorage,
+        dtype=torch.uint8,
+        storage_device=_device_of(memory.gpu),
+        requires_grad=False,
+        **memory.model_dump(exclude={"gpu"}),
     )
     return tensor
 
