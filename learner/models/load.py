@@ -21,10 +21,9 @@ from transformers import (
 
 from learner.config.registry import model_family
 from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
-from learner.config.training import TrainingConfig
 from learner.models.attention import attention_of
 from learner.models.coord_tokens import untrained, vocab_modules
-from learner.models.families import Family, Multimodal, Part, family_of
+from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import check_head
 from learner.models.loading import loading
@@ -182,7 +181,10 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     use_product(model, family.patch_embedding)
     inner = family.inner(model)
-    _freeze(model, config.training, family)
+    rates = {"vision": config.training.vit_lr, "aligner": config.training.aligner_lr}
+    for name, parameter in model.named_parameters():
+        if rates.get(family.part_of(name)) == 0:  # no gradients and no optimizer state
+            parameter.requires_grad_(False)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
     compute_in(trained, config.model.torch_dtype)
@@ -203,14 +205,6 @@ def weight_dtype(config: Config) -> torch.dtype:
     if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
-
-
-def _freeze(model: PreTrainedModel, training: TrainingConfig, family: Family) -> None:
-    """Parts whose rate is 0 get no gradients and no optimizer state."""
-    rates: dict[Part, float] = {"vision": training.vit_lr, "aligner": training.aligner_lr}
-    for name, parameter in model.named_parameters():
-        if rates.get(family.part_of(name)) == 0:
-            parameter.requires_grad_(False)
 
 
 def _rows_to_train(
