@@ -65,16 +65,8 @@ class Arithmetic:
             of_frames, of_windows = pack.patches.frames.on_host, pack.patches.windows
             patches, frames = float(of_frames[-1]), _squares(of_frames)
             windows = 0.0 if of_windows is None else _squares(of_windows.on_host)
-        image_tokens = float((pack.mm_token_types == IMAGE).sum())
-        counts = (
-            len(pack),
-            head_rows,
-            patches,
-            image_tokens,
-            _squares(pack.bounds),
-            frames,
-            windows,
-        )
+        images, squares = float((pack.mm_token_types == IMAGE).sum()), _squares(pack.bounds)
+        counts = (len(pack), head_rows, patches, images, squares, frames, windows)
         return sum(map(mul, self.forward, counts)), sum(map(mul, self.both, counts))
 
 

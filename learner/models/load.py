@@ -1,7 +1,7 @@
 """Load the model to train, its processor and its tokenizer; apply the tuner; `Offload` it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +103,7 @@ def load_weights(config: Config) -> PreTrainedModel:
     `torch_dtype`, and peft makes the adapters float32.
     """
     on_meta(config)
-    with _loading(config):
+    with loading("model.model", str(config.model.model), _WHOLE):
         return read_model(
             config.model.model, weight_dtype(config), config.model.attn_implementation
         )
@@ -172,7 +172,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     `tuned` refuse.
     """
     check_parts(model)
-    with _loading(config):
+    with loading("model.model", str(config.model.model), _WHOLE):
         processor = read_processor(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
     family = family_of(model)
@@ -272,10 +272,6 @@ def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
                 f"the model has no module {target}",
                 "Name modules as in peft, such as q_proj, or all-linear",
             )
-
-
-def _loading(config: Config) -> AbstractContextManager[None]:
-    return loading("model.model", str(config.model.model), _WHOLE)
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:
