@@ -3,13 +3,14 @@
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
-from learner.models.packs import Pack
+from learner.models.packs import IMAGE, Pack
 
 GIB = 2**30
 # Backward of attention has 5 products for the 2 of forward.
@@ -20,27 +21,22 @@ _ATTENTION = 3.5
 class Arithmetic:
     """FLOPs of a model, as functions of a pack's rows (Chowdhery et al., "PaLM", appendix B).
 
-    Recomputed activations do not count. Each of the four is for one row, forward alone and with
-    backward. A weight costs 2 forward, 2 for the gradient of its input, and 2 for its own where
-    it is trained.
+    Recomputed activations do not count. A weight costs 2 forward, 2 for the gradient of its input,
+    and 2 for its own where it is trained.
 
-    text: of a token. head: of a supervised row. vision: of a patch. merged: of an image token in
-    the tower's mergers. text_square, vision_square: of the square of a segment's tokens, and of an
-    image's patches.
+    forward, both: forward alone, and with backward. Each has the FLOPs of a token of text, of a
+    supervised row of the head, of a patch, of an image token in the tower's mergers, of the square
+    of a segment's tokens, and of those of a frame's and of a window's patches.
     """
 
-    text: tuple[float, float]
-    head: tuple[float, float]
-    vision: tuple[float, float]
-    merged: tuple[float, float]
-    text_square: tuple[float, float]
-    vision_square: tuple[float, float]
-    window_square: tuple[float, float]
+    forward: tuple[float, ...]
+    both: tuple[float, ...]
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> "Arithmetic":
         """config: transformers' config of the model."""
-        rows = dict.fromkeys(("text", "head", "vision", "merged"), (0.0, 0.0))
+        forward = dict.fromkeys(("text", "head", "vision", "merged"), 0.0)
+        both = dict(forward)
         sees = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
         text, vision = config.get_text_config(), config.vision_config
         for name, used, weight in _products(model, text):
@@ -50,19 +46,16 @@ class Arithmetic:
             elif "visual" in name:
                 kind = "merged" if "merger" in name else "vision"
             passed = kind in ("text", "head") or (sees and not name.endswith("patch_embed.proj"))
-            both = 2 * used * (1 + passed + weight.requires_grad)
-            forward, whole = rows[kind]
-            rows[kind] = (forward + 2 * used, whole + both)
+            forward[kind] += 2 * used
+            both[kind] += 2 * used * (1 + passed + weight.requires_grad)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         causal = 2.0 * text.num_attention_heads * width * text.num_hidden_layers
         layer, backward = 4.0 * vision.hidden_size, _ATTENTION if sees else 1
         full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
         frames, windows = layer * full, layer * (vision.depth - full)
         return cls(
-            **rows,
-            text_square=(causal, _ATTENTION * causal),
-            vision_square=(frames, backward * frames),
-            window_square=(windows, backward * windows),
+            (*forward.values(), causal, frames, windows),
+            (*both.values(), _ATTENTION * causal, backward * frames, backward * windows),
         )
 
     def of_pack(self, pack: Pack, head_rows: int) -> tuple[float, float]:
@@ -72,17 +65,9 @@ class Arithmetic:
             of_frames, of_windows = pack.patches.frames.on_host, pack.patches.windows
             patches, frames = float(of_frames[-1]), _squares(of_frames)
             windows = 0.0 if of_windows is None else _squares(of_windows.on_host)
-        image_tokens = float((pack.mm_token_types == 1).sum())
-        return tuple(  # type: ignore[return-value]  # two
-            self.text[way] * len(pack)
-            + self.head[way] * head_rows
-            + self.vision[way] * patches
-            + self.merged[way] * image_tokens
-            + self.text_square[way] * _squares(pack.bounds)
-            + self.vision_square[way] * frames
-            + self.window_square[way] * windows
-            for way in (0, 1)
-        )
+        images, squares = float((pack.mm_token_types == IMAGE).sum()), _squares(pack.bounds)
+        counts = (len(pack), head_rows, patches, images, squares, frames, windows)
+        return sum(map(mul, self.forward, counts)), sum(map(mul, self.both, counts))
 
 
 def _squares(bounds: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Load the model to train, its processor and its tokenizer; apply the tuner; `Offload` it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,9 @@ from transformers import (
 
 from learner.config.registry import model_family
 from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
-from learner.config.training import TrainingConfig
 from learner.models.attention import attention_of
 from learner.models.coord_tokens import untrained, vocab_modules
-from learner.models.families import Family, Multimodal, Part, family_of
+from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import check_head
 from learner.models.loading import loading
@@ -104,7 +103,7 @@ def load_weights(config: Config) -> PreTrainedModel:
     `torch_dtype`, and peft makes the adapters float32.
     """
     on_meta(config)
-    with _loading(config):
+    with loading("model.model", str(config.model.model), _WHOLE):
         return read_model(
             config.model.model, weight_dtype(config), config.model.attn_implementation
         )
@@ -173,7 +172,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     `tuned` refuse.
     """
     check_parts(model)
-    with _loading(config):
+    with loading("model.model", str(config.model.model), _WHOLE):
         processor = read_processor(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
     family = family_of(model)
@@ -182,7 +181,10 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     use_product(model, family.patch_embedding)
     inner = family.inner(model)
-    _freeze(model, config.training, family)
+    rates = {"vision": config.training.vit_lr, "aligner": config.training.aligner_lr}
+    for name, parameter in model.named_parameters():
+        if rates.get(family.part_of(name)) == 0:  # no gradients and no optimizer state
+            parameter.requires_grad_(False)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
     compute_in(trained, config.model.torch_dtype)
@@ -203,14 +205,6 @@ def weight_dtype(config: Config) -> torch.dtype:
     if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
-
-
-def _freeze(model: PreTrainedModel, training: TrainingConfig, family: Family) -> None:
-    """Parts whose rate is 0 get no gradients and no optimizer state."""
-    rates: dict[Part, float] = {"vision": training.vit_lr, "aligner": training.aligner_lr}
-    for name, parameter in model.named_parameters():
-        if rates.get(family.part_of(name)) == 0:
-            parameter.requires_grad_(False)
 
 
 def _rows_to_train(
@@ -278,10 +272,6 @@ def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
                 f"the model has no module {target}",
                 "Name modules as in peft, such as q_proj, or all-linear",
             )
-
-
-def _loading(config: Config) -> AbstractContextManager[None]:
-    return loading("model.model", str(config.model.model), _WHOLE)
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:

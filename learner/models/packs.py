@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -84,67 +84,59 @@ def make_segment(
     has_dropped: bool,
     kept_logprobs: Sequence[float] = (),
 ) -> Segment:
-    """Join a prompt and its target. `model` is the inner multimodal model."""
+    """Join a prompt and its target. `model` is the inner multimodal model.
+
+    Raises ContractError for a supervised index outside of the target (APPEND-03).
+    """
     tail = torch.tensor(target.token_ids, dtype=torch.long)
     ids = torch.cat([prompt.ids, tail])
     types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
     family = family_of(model)
     positions = family.positions(model, ids, types, prompt.image_grid_thw)
-    segment = Segment(
+    for position in chain.from_iterable(group.positions for group in target.coord_groups):
+        if not 0 <= position < len(tail):
+            raise ContractError(
+                sample_id,
+                f"supervised index {position} lies outside the {len(tail)} assistant tokens",
+                "This is a defect of the target construction; please report the sample",
+            )
+    return Segment(
         sample_id, prompt, target, ids, positions, has_dropped, family, model, kept_logprobs
     )
-    _check_supervised_span(segment)
-    return segment
-
-
-def _check_supervised_span(segment: Segment) -> None:
-    """Every supervised index lies in the assistant span (APPEND-03)."""
-    length = len(segment.target.token_ids)
-    for group in segment.target.coord_groups:
-        for position in group.positions:
-            if not 0 <= position < length:
-                raise ContractError(
-                    segment.sample_id,
-                    f"supervised index {position} lies outside the {length} assistant tokens",
-                    "This is a defect of the target construction; please report the sample",
-                )
 
 
 def _supervision(segments: Sequence[Segment]) -> Supervision:
     roles: list[Tensor] = []
-    dropped: list[Tensor] = []
     positions: list[int] = []
     bins: list[float] = []
     boxes: list[list[int]] = []
     departures: list[list[int]] = []
     kept: list[int] = []
-    logprobs: list[float] = []
     offset = 0
     for segment in segments:
-        prompt_len = segment.prompt.ids.numel()
-        prompt_roles = torch.full((prompt_len,), int(Role.PROMPT), dtype=torch.int8)
+        start = offset + segment.prompt.ids.numel()  # of the target
+        prompt_roles = torch.full_like(segment.prompt.ids, Role.PROMPT, dtype=torch.int8)
         roles += [prompt_roles, torch.from_numpy(segment.target.role)]
-        dropped.append(torch.full((len(segment),), segment.has_dropped))
         for group in segment.target.coord_groups:
             if group.is_box:
                 boxes.append(list(range(len(positions), len(positions) + 4)))
-            positions += [offset + prompt_len + p for p in group.positions]
+            positions += [start + p for p in group.positions]
             bins += group.bins
-        for position, token_id in segment.target.departures:
-            departures.append([offset + prompt_len + position, token_id])
-        kept += [offset + prompt_len + p for p in range(len(segment.kept_logprobs))]
-        logprobs += segment.kept_logprobs
+        departures += [[start + p, token] for p, token in segment.target.departures]
+        kept += range(start, start + len(segment.kept_logprobs))
         offset += len(segment)
     return Supervision(
         input_ids=torch.cat([s.input_ids for s in segments]),
         roles=torch.cat(roles),
-        has_dropped=torch.cat(dropped),
+        has_dropped=torch.cat([torch.full((len(s),), s.has_dropped) for s in segments]),
         coord_positions=torch.tensor(positions, dtype=torch.long),
         coord_bins=torch.tensor(bins, dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
         departures=torch.tensor(departures, dtype=torch.long).view(-1, 2),
         kept_positions=torch.tensor(kept, dtype=torch.long),
-        kept_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        kept_logprobs=torch.tensor(
+            [p for s in segments for p in s.kept_logprobs], dtype=torch.float32
+        ),
     )
 
 

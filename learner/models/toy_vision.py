@@ -42,6 +42,8 @@ KIND_WEIGHT = 3.0
 # How often the losses are told, in steps.
 TOLD_EVERY = 100
 
+_DO = "Give scenes of one toy world"
+
 
 class Losses(NamedTuple):
     """Means over some steps, in nats: of the kind in a cell, and of a coordinate of a box."""
@@ -93,7 +95,7 @@ def _check(model: Path, samples: Sequence[Sample]) -> None:
             raise ContractError(
                 sample.sample_id,
                 f"{len(sample.images)} images, where the vision tower learns from one",
-                "Give scenes of one toy world",
+                _DO,
             )
 
 
@@ -121,8 +123,7 @@ class _Scenes(NamedTuple):
             patches.append(seen["pixel_values"].half())
             grids.append(seen["image_grid_thw"])
         if len({tuple(grid.flatten().tolist()) for grid in grids}) > 1:
-            do = "Give scenes of one toy world"
-            raise ContractError("toy pretrain-vision --data", "images of different sizes", do)
+            raise ContractError("toy pretrain-vision --data", "images of different sizes", _DO)
         side = int(grids[0][0, 1]) // merge
         descriptions = sorted({each.desc for sample in samples for each in sample.objects})
         kinds = torch.full((len(samples), side, side), len(descriptions))

@@ -18,7 +18,6 @@ from transformers import Qwen3VLForConditionalGeneration
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import (
-    PACKED,
     attention_of,
     packed_attention,
     packed_bounds,
@@ -153,26 +152,6 @@ def test_a_forward_without_bounds_is_that_of_sdpa(
     assert torch.equal(ours, theirs)
     alone, wanted = (model(input_ids=ids[:1]).logits for model in (own, plain))
     assert torch.allclose(alone, wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("choice", ["sdpa", "eager"])
-def test_images_within_bounds_equal_images_one_by_one(
-    load: Load, samples: list[Sample], choice: str, again: bool
-) -> None:
-    """Loss and every gradient, of text and of the vision tower."""
-    learner = ToyLearner(load(model={"gradient_checkpointing": again}))
-    pack = learner.pack(samples)
-    model: Any = learner.model
-    ours = learner.loss(pack)
-    found = learner.gradients(ours)
-    model.set_attn_implementation({"text_config": PACKED, "vision_config": choice})
-    theirs = learner.loss(pack)
-    wanted = learner.gradients(theirs)
-    assert torch.allclose(ours.total, theirs.total, atol=1e-5)
-    assert any("visual" in name for name, gradient in wanted.items() if gradient.any())
-    for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, atol=1e-5), name
 
 
 def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: list[Sample]) -> None:

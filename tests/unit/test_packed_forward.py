@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from learner.config.schema import AttentionChoice
 from learner.models.attention import attention_of
 from learner.models.load import LoadedModel
 from learner.models.packing_check import check_packing
@@ -18,7 +17,6 @@ from learner.types import Role
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import loaded_from
 from tests.unit.mixed_samples import mixed_samples
-from tests.unit.packed_logits import packed_logits
 from tests.unit.toy_learner import ToyLearner
 
 
@@ -33,38 +31,6 @@ def loaded(toy_checkpoint: Path) -> LoadedModel:
 def segments(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> list[Segment]:
     samples = mixed_samples(tmp_path_factory.mktemp("images"))
     return ToyLearner(loaded).channel_a.segments(samples)
-
-
-@pytest.mark.req("PACK-04", "FULL-01")
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
-@torch.no_grad()
-def test_a_pack_keeps_several_images_and_none_apart_in_any_order(
-    loaded: LoadedModel, segments: list[Segment], attention: AttentionChoice
-) -> None:
-    model: Any = loaded.model
-    model.set_attn_implementation(attention_of(attention))
-    alone = [packed_logits(model, make_pack([segment])) for segment in segments]
-    for order in ([0, 1, 2, 3], [2, 1, 3, 0], [1, 1, 0, 2]):
-        packed = packed_logits(model, make_pack([segments[i] for i in order]))
-        wanted = torch.cat([alone[i] for i in order])
-        assert torch.allclose(packed, wanted, atol=1e-4), order
-
-
-@pytest.mark.req("PACK-04")
-@torch.no_grad()
-def test_a_segment_alone_equals_the_models_own_forward(
-    loaded: LoadedModel, segments: list[Segment]
-) -> None:
-    segment, model = segments[1], loaded.model
-    own: Any = model(
-        input_ids=segment.input_ids[None],
-        mm_token_type_ids=make_pack([segment]).mm_token_types,
-        pixel_values=segment.prompt.pixel_values,
-        image_grid_thw=segment.prompt.image_grid_thw,
-        attention_mask=torch.ones(1, len(segment), dtype=torch.long),
-        use_cache=False,
-    )
-    assert torch.allclose(packed_logits(model, make_pack([segment])), own.logits[0], atol=1e-4)
 
 
 @pytest.mark.req("PACK-04", "APPEND-03")

@@ -69,9 +69,6 @@ class QwenImageRule(NamedTuple):
         """Tokens of an image, None for one that is too narrow for the processor."""
         if max(width, height) / min(width, height) > MAX_ASPECT:
             return None
-        return self._blocks(width, height)
-
-    def _blocks(self, width: int, height: int) -> int:
         block = self.block
         columns, rows = round(width / block), round(height / block)
         if columns * rows * block * block > self.max_pixels:
