@@ -261,13 +261,13 @@ class _Step:
 
     def flops(self, rows: int, context: SelfContext) -> float:
         """What `perf/mfu` counts, and what a backward computes again."""
-        whole, none = Arithmetic.of(self.loaded.model, self.loaded.inner.config), (0.0, 0.0)
+        whole = Arithmetic.of(self.loaded.model, self.loaded.inner.config)
         forward, both = whole.of_pack(self.pack, rows)
-        again = whole.head[0] * rows
+        text, head, vision, _, square, frames, windows = whole.forward
+        again = head * rows
         if self.again:
-            layers = replace(whole, merged=none)
-            if not self.sees:
-                layers = replace(layers, vision=none, vision_square=none, window_square=none)
+            seen = (vision, 0.0, frames, windows) if self.sees else (0.0,) * 4
+            layers = replace(whole, forward=(text, head, *seen[:2], square, *seen[2:]))
             again = layers.of_pack(self.pack, rows)[0]
             if not self.lora:  # no backward needs the last product of a layer
                 again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
