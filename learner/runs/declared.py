@@ -315,9 +315,3 @@ TRAINER = {
     "train_steps_per_second": "steps per second; at the end of a run",
     "total_flos": "Trainer's estimate of operations; at the end of a run",
 }
-
-
-def declared_keys() -> frozenset[str]:
-    """Every key that a line of `metrics.jsonl` may have besides `step`."""
-    notes = (f"eval/{metric.key}" for metric in SERVERS)
-    return frozenset([*TRAINER, *notes, *(metric.key for metric in METRICS)])
