@@ -54,9 +54,9 @@ class Row(tuple[str, str, str, str, str]):
 def page() -> str:
     """The whole of docs/metrics.md."""
     parts = [INTRO]
-    for group in GROUPS:
-        rows = [Row((f"`{m.key}`", m.kind, m.unit, m.meaning, _logged(m))) for m in group.metrics]
-        parts.append(f"## {group.title}\n\n{_table(rows)}")
+    for title, metrics in GROUPS.items():
+        rows = [Row((f"`{m.key}`", m.kind, m.unit, m.meaning, _logged(m))) for m in metrics]
+        parts.append(f"## {title}\n\n{_table(rows)}")
     parts[-1] += (
         "\nThe calls and pushes of an evaluation are logged with it: the keys of *Servers and "
         "pushes*\nwith `eval/` in front.\n"

@@ -13,6 +13,7 @@ which starts at the file's own folder. `~` is a home folder; a path with `${VAR}
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,10 +133,8 @@ def located(error: ContractError, origins: Origins) -> ContractError:
 
 def dotted(steps: Steps) -> str:
     """`("a", 0, "b")` -> `a[0].b`."""
-    path = ""
-    for step in steps:
-        path = f"{path}[{step}]" if isinstance(step, int) else joined(path, step)
-    return path
+    names = (f"[{step}]" if isinstance(step, int) else step for step in steps)
+    return reduce(joined, names, "")
 
 
 def _paths(value: Any, at: Steps = ()) -> Iterator[Steps]:

@@ -1,10 +1,9 @@
 """The trackers a run may report to: transformers' names, and what each needs installed.
 
-`learner.training.run_log` starts them; here nothing heavy is imported.
+`learner.training.run_log` starts them. The module imports nothing heavy at its top.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,31 +29,24 @@ NOTHING: Literal["none"] = "none"
 ReportTo = Literal[Tracker, "none"]
 
 
-# Modules of a tracker that are not named like it, and a package that is not named like its module.
-_MODULES: dict[Tracker, tuple[str, ...]] = {
-    "azure_ml": ("azureml.core.run",),
-    "dagshub": ("dagshub", "mlflow"),
-    "flyte": ("flytekit",),
-    "kubeflow": (),
-}
-_PACKAGES = {"azureml.core.run": "azureml-core"}
-_KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
+def require_trackers(report_to: Sequence[ReportTo]) -> None:
+    """Raise ContractErrors for every tracker whose callback of transformers cannot be made here.
 
-
-def require_trackers(report_to: Sequence[ReportTo], environment: Mapping[str, str]) -> None:
-    """Raise ContractErrors for every tracker that is not installed, or cannot be reached."""
+    The callback knows what must be installed. TensorBoard is a dependency of this package.
+    """
     errors = []
     for place, tracker in enumerate(report_to):
-        modules = () if tracker == NOTHING else _MODULES.get(tracker, (tracker,))
-        if missing := [module for module in modules if not importable(module)]:
-            found = f"{tracker}, and {' and '.join(missing)} cannot be imported here"
-            packages = " ".join(_PACKAGES.get(module, module) for module in missing)
-            do = f"Install it (`pip install {packages}`), or take it out"
-        elif tracker == "kubeflow" and not environment.get(_KUBEFLOW):
-            found, do = f"kubeflow, and {_KUBEFLOW} is not set: this is no TrainJob", "Take it out"
-        else:
+        if tracker in (NOTHING, "tensorboard"):
             continue
-        errors.append(ContractError(f"training.report_to[{place}]", found, do))
+        from transformers.integrations import get_reporting_integration_callbacks  # seconds
+
+        try:
+            (callback,) = get_reporting_integration_callbacks([tracker])
+            callback()
+        except Exception as error:  # noqa: BLE001 - of any library
+            found = f"{tracker} cannot be used here: {str(error).rstrip('.')}"
+            do = "Correct that, or take it out"
+            errors.append(ContractError(f"training.report_to[{place}]", found, do))
     if errors:
         raise ContractErrors(errors)
 
@@ -119,11 +111,3 @@ def _logged_in(login: Login, environment: Mapping[str, str], home: Path) -> bool
         return True
     files = [home / name for name in login.files]
     return any(login.host in file.read_text(errors="replace") for file in files if file.is_file())
-
-
-def importable(module: str) -> bool:
-    """Without importing more of it than the packages it is in."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -56,12 +56,6 @@ class Metric:
         return _REDUCTIONS[self.kind]
 
 
-@dataclass(frozen=True)
-class Group:
-    title: str
-    metrics: tuple[Metric, ...]
-
-
 def _read(table: str, prefix: str = "") -> tuple[Metric, ...]:
     """Metrics of `key | kind | channels | unit | meaning | when`; an indented line goes on.
 
@@ -294,20 +288,20 @@ segm_ap75 | whole | - | 1 | `eval/ap75` of masks in place of boxes | {_MASKS}
     "eval/",
 )
 
+# By title, in the order of a payload.
+GROUPS = {
+    "The step": STEP,
+    "Rollouts": ROLLOUT,
+    "Asynchronous rollouts": ASYNC,
+    "What became of the answers": CHANNEL_B,
+    "Log-probabilities of engine and trainer": MISMATCH,
+    "Losses": LOSSES,
+    "Coordinate distributions": COORD_DIAG,
+    "Servers and pushes": SERVERS,
+    "Evaluation": EVALUATION,
+}
 # Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
-METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + MISMATCH + LOSSES + COORD_DIAG + SERVERS + EVALUATION
-
-GROUPS = (
-    Group("The step", STEP),
-    Group("Rollouts", ROLLOUT),
-    Group("Asynchronous rollouts", ASYNC),
-    Group("What became of the answers", CHANNEL_B),
-    Group("Log-probabilities of engine and trainer", MISMATCH),
-    Group("Losses", LOSSES),
-    Group("Coordinate distributions", COORD_DIAG),
-    Group("Servers and pushes", SERVERS),
-    Group("Evaluation", EVALUATION),
-)
+METRICS = tuple(metric for group in GROUPS.values() for metric in group)
 
 # Logged by transformers' Trainer itself, next to ours.
 TRAINER = {
@@ -321,9 +315,3 @@ TRAINER = {
     "train_steps_per_second": "steps per second; at the end of a run",
     "total_flos": "Trainer's estimate of operations; at the end of a run",
 }
-
-
-def declared_keys() -> frozenset[str]:
-    """Every key that a line of `metrics.jsonl` may have besides `step`."""
-    notes = (f"eval/{metric.key}" for metric in SERVERS)
-    return frozenset([*TRAINER, *notes, *(metric.key for metric in METRICS)])

@@ -32,7 +32,7 @@ from learner.runs.checkpoint import (
     set_broken_aside,
 )
 from learner.runs.rollout_log import ROLLOUTS, logged_in
-from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RUN, is_alive, steps_from_0
+from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RUN, RunFolder, is_alive
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.strict_model import FREE_ON_RESUME
 
@@ -274,10 +274,10 @@ def truncate_logs(folder: Path, sizes: dict[str, int], step: int) -> None:
 
     sizes: `log_sizes` after step `step`. Idempotent.
     """
-    from_0 = steps_from_0(folder)
+    run = RunFolder(folder)
     for path in (folder / ROLLOUTS).glob("step_*"):
         logged = logged_in(path.name.removesuffix(".part"))
-        if logged is not None and logged[0] + (logged[0] in from_0) > step:
+        if logged is not None and run.from_1(logged[0]) > step:
             path.unlink()
     for path in _logs(folder):
         if path.name not in sizes:

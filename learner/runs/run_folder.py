@@ -37,14 +37,6 @@ LOGS = "logs"  # what the servers say that `learner launch` started
 _OF_0_1_0 = b'"packing/post_rollout_buffer"'
 
 
-def steps_from_0(folder: Path) -> frozenset[int]:
-    """Steps that 0.1.0 has made, as it counts them in the logs of answers and of calls."""
-    file = folder / METRICS
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    steps = (re.search(rb'"step": (\d+)', line) for line in lines if _OF_0_1_0 in line)
-    return frozenset(int(step[1]) - 1 for step in steps if step)
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, of `training.output_dir`."""
@@ -91,15 +83,19 @@ class RunFolder:
             named = re.search(r"\.rank(\d+)\.", file.name)
             rank = int(named[1]) if named else 0
             for line in json_lines(file):
-                own = {"step": self._from_1(line["step"])} if "step" in line else {}
+                own = {"step": self.from_1(line["step"])} if "step" in line else {}
                 lines.append({**line, **own, "rank": rank})
         return lines
 
     @cached_property
     def _from_0(self) -> frozenset[int]:
-        return steps_from_0(self.path)
+        """Steps that 0.1.0 has made, as it counts them in the logs of answers and of calls."""
+        file = self.path / METRICS
+        lines = file.read_bytes().splitlines() if file.is_file() else []
+        steps = (re.search(rb'"step": (\d+)', line) for line in lines if _OF_0_1_0 in line)
+        return frozenset(int(step[1]) - 1 for step in steps if step)
 
-    def _from_1(self, step: int) -> int:
+    def from_1(self, step: int) -> int:
         """A step of a log of answers or calls, as metrics.jsonl counts it."""
         return step + 1 if step in self._from_0 else step
 
@@ -125,7 +121,7 @@ class RunFolder:
         """By step and process."""
         files = (self.path / ROLLOUTS).glob(pattern)
         return {
-            (self._from_1(named[0]), named[1]): file
+            (self.from_1(named[0]), named[1]): file
             for file in files
             if (named := logged_in(file.name)) is not None
         }

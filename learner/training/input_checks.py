@@ -108,7 +108,7 @@ class InputChecks:
         return f"{processes} learner process(es)"
 
     def _check_trackers(self) -> str:
-        require_trackers(self._config.training.report_to, self._environment)
+        require_trackers(self._config.training.report_to)
         return ", ".join(self._config.training.report_to)
 
     def _check_hub(self) -> str:

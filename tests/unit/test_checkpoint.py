@@ -168,36 +168,33 @@ def test_a_killed_process_leaves_only_complete_checkpoints(
 
 
 @pytest.mark.req("RUN-01")
-@pytest.mark.parametrize("fault", ["shorter", "lost", "no manifest", "half a manifest", "newer"])
+@pytest.mark.parametrize(
+    ("broken_by", "fault"),
+    [
+        (lambda file, _: os.truncate(file, 3), "checkpoint-4/rng_0 has 3 bytes of 15"),
+        (lambda file, _: file.unlink(), "checkpoint-4 has lost rng_0"),
+        (lambda _, manifest: manifest.unlink(), f"checkpoint-4 has no {MANIFEST}"),
+        (lambda _, manifest: os.truncate(manifest, 40), f"checkpoint-4 has no {MANIFEST}"),
+        (
+            lambda _, manifest: manifest.write_text(
+                json.dumps({**json.loads(manifest.read_text()), "format": 2})
+            ),
+            "checkpoint-4 has format 2, this version has 1",
+        ),
+    ],
+    ids=["shorter", "lost", "no manifest", "half a manifest", "newer"],
+)
 def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, fault: str
+    tmp_path: Path, broken_by: Callable[[Path, Path], object], fault: str
 ) -> None:
     for step in (2, 4):
         save(tmp_path, step)
     path = tmp_path / "checkpoint-4"
-    manifest = path / MANIFEST
-    found_fault = {
-        "shorter": f"{path / 'rng_0'} has 3 bytes of 15",
-        "lost": f"{path} has lost rng_0",
-        "no manifest": f"{path} has no {MANIFEST}",
-        "half a manifest": f"{path} has no {MANIFEST}",
-        "newer": f"{path} has format 2, this version has 1",
-    }[fault]
-    match fault:
-        case "shorter":
-            os.truncate(path / "rng_0", 3)
-        case "lost":
-            (path / "rng_0").unlink()
-        case "no manifest":
-            manifest.unlink()
-        case "half a manifest":
-            manifest.write_text(manifest.read_text()[:40])
-        case "newer":
-            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+    broken_by(path / "rng_0", path / MANIFEST)
     found, broken = newest_whole(tmp_path)
     assert found is not None
     assert (found.manifest.step, len(broken)) == (2, 1)
-    assert found_fault in str(broken[0])
+    assert f"{tmp_path}/{fault}" in str(broken[0])
     with pytest.raises(BrokenCheckpoint):
         read_checkpoint(path)
     set_broken_aside(tmp_path, found)

@@ -103,7 +103,7 @@ def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> Non
         publish_text(part / DETECTIONS, _json(scored.files.detections))
         publish_text(part / ANSWERS, "".join(lines))
         publish_text(part / SCORES, _json({**facts, **numbers}, indent=2))
-        write_gallery(scored.answers, part / REPORT, "Evaluation", shown, numbers)
+        write_gallery(scored.answers, part / REPORT, shown, numbers)
 
 
 def read_answers(path: Path) -> list[ScoredAnswer]:

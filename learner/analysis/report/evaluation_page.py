@@ -19,11 +19,7 @@ Numbers = Mapping[str, Any]
 
 
 def write_gallery(
-    answers: Sequence[LoggedAnswer],
-    out: Path,
-    title: str,
-    facts: Mapping[str, str],
-    numbers: Numbers | None = None,
+    answers: Sequence[LoggedAnswer], out: Path, facts: Mapping[str, str], numbers: Numbers
 ) -> None:
     """Write a page with at most 200 of these answers, chosen by `sample_answers`.
 
@@ -31,13 +27,13 @@ def write_gallery(
     """
     resolution = MatchingConfig().maskiou_resolution
     values = {
-        "title": title,
-        "state": _state(numbers) if numbers else "",
+        "title": "Evaluation",
+        "state": _state(numbers),
         "finished": False,
-        "tiles": _tiles(numbers) if numbers else [],
+        "tiles": _tiles(numbers),
         "findings": [],
         "facts": facts,
-        "sections": list(_sections(numbers)) if numbers else [],
+        "sections": list(_sections(numbers)),
         "plots": {},
         "gallery": gallery(sample_answers(answers), len(answers), resolution),
         "texts": {},

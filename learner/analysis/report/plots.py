@@ -42,12 +42,12 @@ class Plot:
 def plots(run: RunView) -> list[Plot]:
     """A plot for each group and unit with a value other than 0; of training, for each metric."""
     drawn = [_plot(run, "Training", metric.unit, [metric]) for metric in _TRAINING]
-    groups = sorted(GROUPS, key=lambda group: group.metrics is not EVALUATION)
-    for group in groups:
-        units = dict.fromkeys(metric.unit for metric in group.metrics)
+    groups = sorted(GROUPS.items(), key=lambda group: group[1] is not EVALUATION)
+    for title, metrics in groups:
+        units = dict.fromkeys(metric.unit for metric in metrics)
         for unit in (unit for unit in units if unit not in _NO_CURVE):
-            own = [metric for metric in group.metrics if metric.unit == unit]
-            drawn.append(_plot(run, group.title, unit, own))
+            own = [metric for metric in metrics if metric.unit == unit]
+            drawn.append(_plot(run, title, unit, own))
     return [plot for plot in drawn if plot.lines]
 
 
