@@ -115,20 +115,6 @@ def test_panels_and_alerts_name_only_series_and_labels_that_exist(series: Series
     assert [(where, wrong) for where, e in asked if (wrong := faults(e, series))] == []
 
 
-@pytest.mark.parametrize(
-    ("expression", "fault"),
-    [
-        ("rollout_none", "rollout_none"),
-        ('sum(rate(rollout_calls_total{colour="red"}[5m]))', "colour"),
-        ('rollout_calls_total{outcome="none"}', "none"),
-        ('rollout_calls_total{outcome=~"answered|none"}', "none"),
-        ("sum by (colour) (rollout_calls_total)", "colour"),
-    ],
-)
-def test_an_expression_about_nothing_is_found(expression: str, fault: str, series: Series) -> None:
-    assert faults(expression, series) == [fault]
-
-
 @pytest.mark.req("SRV-06", "WIRE-06")
 def test_prometheus_scrapes_the_server_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())

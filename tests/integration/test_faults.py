@@ -26,7 +26,6 @@ from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import DtypeName, GroupCall, SyncReport
 from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
 
-TIMEOUT_S = 120.0
 REQUESTS = 8
 MAX_TOKENS = 300
 SEED = 5
@@ -35,27 +34,25 @@ BUCKET_BYTES = 2**16
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
-class Moments:
-    """Actions at named moments, each taken once."""
+# Actions at named moments, each taken once.
+Moments = dict[str, Callable[[], None]]
 
-    def __init__(self) -> None:
-        self.actions: dict[str, Callable[[], None]] = {}
 
-    def now(self, moment: str) -> None:
-        self.actions.pop(moment, lambda: None)()
+def take(moments: Moments, moment: str) -> None:
+    moments.pop(moment, lambda: None)()
 
 
 class ClientWithMoments(RolloutClient):
     """The learner's client, with moments before and after its calls."""
 
-    def __init__(self, base_url: str, timeout_s: float, moments: Moments) -> None:
-        super().__init__(base_url, timeout_s, live_interval_s=0.5)
+    def __init__(self, base_url: str, moments: Moments) -> None:
+        super().__init__(base_url, 120.0, live_interval_s=0.5)
         self._moments = moments
 
     def finish_weight_update(self, body: GroupCall) -> SyncReport:
-        self._moments.now("finish")
+        take(self._moments, "finish")
         report = super().finish_weight_update(body)
-        self._moments.now("finished")
+        take(self._moments, "finished")
         return report
 
 
@@ -70,7 +67,7 @@ class WeightsWithMoment(MergedWeights):
         middle = len(self.metadata(dtype)) // 2
         for number, named in enumerate(super().tensors(dtype)):
             if number == middle:
-                self._moments.now("transfer")
+                take(self._moments, "transfer")
             yield named
 
 
@@ -80,7 +77,6 @@ class Play:
 
     server: SupervisedServer
     moments: Moments
-    weights: WeightsWithMoment
     backend: ServerBackend
     version: int = 0
 
@@ -121,25 +117,17 @@ def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory)
         lambda: ServerProcess(options, folder / "server.log", port), START_TIMEOUT_S, [0.1] * 9
     )
     try:
-        moments = Moments()
+        moments: Moments = {}
         model = Qwen3VLForConditionalGeneration.from_pretrained(other_tied)
-        weights = WeightsWithMoment(model, moments)
-        backend = backend_to(server, weights, moments, TIMEOUT_S)
+        mode = SyncMode(WeightsWithMoment(model, moments), None, fallback_to_full=False)
+        client, (group_port,) = ClientWithMoments(server.base_url, moments), free_ports(1)
+        pusher = WeightPusher(client, group_port, mode, "gloo", BUCKET_BYTES)
+        backend = ServerBackend([client], [pusher], REQUESTS, Journal())
         backend.connect()
-        yield Play(server, moments, weights, backend)
+        yield Play(server, moments, backend)
         backend.close()
     finally:
         server.stop()
-
-
-def backend_to(
-    server: SupervisedServer, weights: WeightsWithMoment, moments: Moments, timeout_s: float
-) -> ServerBackend:
-    client = ClientWithMoments(server.base_url, timeout_s, moments)
-    (port,) = free_ports(1)
-    mode = SyncMode(weights, None, fallback_to_full=False)
-    pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
-    return ServerBackend([client], [pusher], REQUESTS, Journal())
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +152,7 @@ def test_after_a_kill_in_a_push_the_next_answers_are_of_its_weights(
 ) -> None:
     """At `finished` the server has answered 200, and the push has succeeded."""
     kill = {"server": play.kill_server, "engine": play.kill_engine}[victim]
-    play.moments.actions[moment] = kill
+    play.moments[moment] = kill
     play.push()
     assert play.ask() == undisturbed
-    assert not play.moments.actions
+    assert not play.moments

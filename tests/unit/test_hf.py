@@ -116,13 +116,13 @@ def test_beam_search_selects_exactly_one_rollout_response(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
     """For each request that of plain transformers, which is not the greedy one."""
-    asked, generate = requests[: len(TEXTS)], cast(Any, model).generate
+    asked, plain = requests[: len(TEXTS)], cast(Any, model)
     expected = []
     for each in asked:
         prompt = encode_request(processor, each).ids[None]
         options = {"max_new_tokens": NEW_TOKENS, "num_beams": 3, "do_sample": False}
         with torch.no_grad():
-            whole = generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            whole = plain.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         answer = whole[0, prompt.shape[1] :].tolist()
         eos = processor.tokenizer.eos_token_id
         expected.append(answer[: answer.index(eos)] if eos in answer else answer)

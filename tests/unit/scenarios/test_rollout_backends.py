@@ -1,4 +1,4 @@
-"""Scenarios of rollout backends: beams, exchange, records, guard (seed 000)."""
+"""Scenarios of rollout backends: records and guard (seed 000)."""
 
 import json
 from pathlib import Path
