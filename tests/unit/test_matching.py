@@ -18,6 +18,7 @@ from learner.stages.matching import (
     assign,
     box_iou,
     candidates,
+    exact_iou,
     mask_iou,
     mask_ious,
     match_objects,
@@ -358,3 +359,10 @@ def test_the_iou_of_boxes_is_their_common_area_over_the_area_of_both() -> None:
     assert box_iou(a, others).tolist() == [1.0, 0.5, 25 / 175, 0.0]
     point = np.array([3.0, 3.0, 3.0, 3.0])
     assert box_iou(point, point) == 0.0
+
+
+@pytest.mark.req("RES-20")
+def test_a_shape_without_area_overlaps_its_equal_alone() -> None:
+    lines = [(10, 20, 10, 40), (10, 20, 10, 41)]
+    thin = [GroundTruthObject("line", Shape("bbox_2d", coords)) for coords in lines]
+    assert exact_iou(thin, thin, 64).tolist() == [[1.0, 0.0], [0.0, 1.0]]
