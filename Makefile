@@ -1,7 +1,8 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
 # make test    set up, then run the quick tests: minutes on two cores
 # make test-slow  tests that start engines or processes, kill them, or run the documents' commands
-# make nightly tests of hours: 20,000 new examples of each property, random kills, two hosts
+# make nightly tests of hours: 20,000 new examples of each property, random kills, two hosts; the image
+# make image   the container image rollmatch:cpu; EXTRA=gpu makes the other one (3 GB to download)
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make reliability  hours of generated calls, fuzzing and load, as in docs/evidence.md
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/evidence.md
@@ -23,7 +24,7 @@ BIN := .venv/bin
 WORKERS ?= --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(WORKERS) --durations=25
 
-.PHONY: demo test test-slow nightly reliability bench check mutants lint format setup setup-dev dist
+.PHONY: demo test test-slow nightly image reliability bench check mutants lint format setup setup-dev dist
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
@@ -37,6 +38,10 @@ test-slow: setup-dev
 nightly: setup-dev
 	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
+	@if docker info >/dev/null 2>&1; then $(MAKE) image; else echo "no Docker Engine: no image is built" >&2; fi
+
+image:
+	docker build -f deploy/Dockerfile --build-arg EXTRA=$(EXTRA) -t rollmatch:$(EXTRA) .
 
 reliability: setup-dev
 	$(BIN)/python -m pytest tests/contract/test_openapi.py --hypothesis-profile=nightly --timeout=0
