@@ -118,8 +118,8 @@ def test_every_worker_gets_what_the_learner_sends(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("fault", "place", "reason"),
     [
-        ("dies", (0, 2), f"learner .* in phase transfer at [0-9]+.*: {ERROR}"),
-        ("dies", (1, 1), f"server .* in phase transfer .*{ERROR}"),
+        ("dies", (0, 2), f"learner .* in phase transfer: {ERROR}"),
+        ("dies", (1, 1), f"server .* in phase transfer.*{ERROR}"),
         ("hangs", (0, 2), "server .* in phase transfer"),
         ("hangs", (2, 3), "server .* in phase transfer"),
         ("hangs", (1, 0), "server .* in phase rendezvous.* not over within 1 s"),
@@ -161,7 +161,8 @@ def test_no_rank_calls_nccl_before_all_have_met(
     async def fail(request: Any) -> None:
         if not comes:
             await asyncio.Event().wait()
-        host, port = request.init_info["host"], request.init_info["port"]
+        group = request.init_info["group"]
+        host, port = group["host"], group["port"]
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
         await asyncio.to_thread(store.wait, ["group/0/ready/1"])  # the other worker waits
         raise RuntimeError("no CUDA-capable device")
