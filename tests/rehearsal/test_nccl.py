@@ -161,8 +161,7 @@ def test_no_rank_calls_nccl_before_all_have_met(
     async def fail(request: Any) -> None:
         if not comes:
             await asyncio.Event().wait()
-        group = request.init_info["group"]
-        host, port = group["host"], group["port"]
+        host, port = map(request.init_info["group"].get, ("host", "port"))
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
         await asyncio.to_thread(store.wait, ["group/0/ready/1"])  # the other worker waits
         raise RuntimeError("no CUDA-capable device")
