@@ -45,7 +45,7 @@ def find_reading(
 ) -> Reading | str:
     """Return the reading, or why the scale cannot be found.
 
-    sizes: of the image of each box; None of one that cannot be read, whose boxes are no evidence.
+    sizes: of the image of each box; None if it cannot be read. Its boxes are no evidence.
     scale, corners: as stated; None: found from all boxes.
     """
     order, ordered = find_corners(boxes) if corners is None else (corners, "as stated")

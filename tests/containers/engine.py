@@ -117,7 +117,7 @@ def _remove_cgroups(name: str) -> None:
 
 
 def import_image(engine: Engine) -> str:
-    """Make `IMAGE`: links to the programs of this environment, whose folders `mounts` names."""
+    """Make `IMAGE`, with links to the programs of this environment. `mounts` has their folders."""
     content = BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         for name in _FOLDERS:
