@@ -52,7 +52,7 @@ class Factors(NamedTuple):
 _ALL = Factors((27, 8, 10), (29, 12, 10), (125, 14, 90))
 _LORA = Factors((18, 8, 10), (29, 14, 10), (168, 38, 80))
 _VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
-# Ratios to bfloat16: of float32; of `moved` in float32; of `moved` with FSDP2, which casts no weight.
+# Ratios to bfloat16: float32; `moved` in float32; `moved` with FSDP2, which casts no weight.
 _WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
 # Kept for an element of a patch by each merger, of a token by the final norm, and of a logit.
 _MERGER, _NORM, _LOGIT = 6.7, 12, 4
