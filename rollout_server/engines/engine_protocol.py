@@ -3,7 +3,9 @@
 No vLLM here.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence, Set
+import shutil
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -91,6 +93,19 @@ class Completion:
     logprobs: list[float] | None = None
 
 
+class Adapter:
+    """A pushed LoRA adapter: the weights version with it, and the folder of peft's two files.
+
+    An engine may read the folder again for a running sequence, so it is removed with the last
+    reference to the adapter.
+    """
+
+    def __init__(self, version: int, folder: Path) -> None:
+        self.version = version
+        self.folder = folder
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+
 # The version of the weights a server starts with; the learner's pushes count from 1.
 FIRST_VERSION = 0
 
@@ -105,7 +120,6 @@ class Engine(Protocol):
     heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
     guard_active: the repeat guard is asked for and proven.
     holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
-    adapters: versions of the adapters that it may read again from their folders.
 
     Every call of the workers in a weight phase raises WeightPhaseFailed with the worker's reason,
     or EngineDead.
@@ -126,8 +140,6 @@ class Engine(Protocol):
     def heartbeat_age_s(self) -> float: ...
     @property
     def guard_active(self) -> bool: ...
-    @property
-    def adapters(self) -> Set[int]: ...
 
     # --- its life
 
@@ -217,11 +229,11 @@ class Engine(Protocol):
     async def finish_update(self, version: int) -> None:
         """Complete the load, drop all caches of the old weights, stamp later answers."""
 
-    async def load_adapter(self, version: int, folder: Path) -> None:
-        """Load a LoRA adapter from peft's files, for `use_adapter`; wakes from `sleep`."""
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter, for `use_adapter`; wakes from `sleep`."""
 
-    async def use_adapter(self, version: int) -> None:
-        """Answer with the adapter that was loaded last; sequences that run keep theirs."""
+    async def use_adapter(self, adapter: Adapter) -> None:
+        """Answer with an adapter that was loaded; sequences that run keep theirs."""
 
 
 class Engines(Protocol):

@@ -105,22 +105,20 @@ def create_app(
     )
     install_problem_handlers(app)
     limit = ConcurrencyLimit(pool.settings.max_concurrent_calls)
-    calls, pages = APIRouter(), APIRouter(include_in_schema=False)
+    calls = APIRouter()
     _add_reads(calls, pool)
     _add_infer(calls, pool, limit)
     if pool.settings.openai:
         add_openai(calls, pool, limit)
     _add_pushes(calls, pool)
-    _add_pages(pages, app)
+    _add_pages(calls, app)
     _add_probes(app, pool)
     token = read_token(pool.settings, os.environ)
     if token is None:
         app.include_router(calls)
-        app.include_router(pages)
     else:
         refused = problem_responses("unauthorized")
         app.include_router(calls, dependencies=[Depends(TokenCheck(token))], responses=refused)
-        app.include_router(pages, dependencies=[Depends(TokenCheck(token, is_page=True))])
     declare_bodies(app)
     _add_guards(app, pool, body_s)
     return app
@@ -294,15 +292,15 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         return await pool.weights.wake_up()
 
 
-def _add_pages(pages: APIRouter, app: FastAPI) -> None:
+def _add_pages(calls: APIRouter, app: FastAPI) -> None:
     """Add the OpenAPI document, and a page to read and try it without files from elsewhere."""
     assets = Path(str(resources.files("fastapi_offline"))) / "static"
 
-    @pages.get("/openapi.json/")
+    @calls.get("/openapi.json/", include_in_schema=False)
     async def openapi() -> JSONResponse:
         return JSONResponse(app.openapi())
 
-    @pages.get("/docs/")
+    @calls.get("/docs/", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return get_swagger_ui_html(
             title=app.title,
@@ -313,10 +311,10 @@ def _add_pages(pages: APIRouter, app: FastAPI) -> None:
         )
 
     for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
-        _add_file(pages, f"/docs/{name}/", assets / name)
+        _add_file(calls, f"/docs/{name}/", assets / name)
 
 
-def _add_file(pages: APIRouter, path: str, file: Path) -> None:
-    @pages.get(path)
+def _add_file(calls: APIRouter, path: str, file: Path) -> None:
+    @calls.get(path, include_in_schema=False)
     async def asset() -> FileResponse:
         return FileResponse(file)

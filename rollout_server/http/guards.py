@@ -12,8 +12,6 @@ calls name the other site as `Host`, or are not JSON (`bodies.JsonBody`), or are
 """
 
 import asyncio
-import base64
-import binascii
 import hmac
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -134,37 +132,19 @@ class TokenCheck(HTTPBearer):
     """FastAPI dependency that answers 401 unless a call has the token.
 
     OpenAPI shows it as the security scheme `token`.
-    is_page: a browser may send the token as the password of any user (RFC 7617).
     """
 
-    def __init__(self, token: SecretStr, *, is_page: bool = False) -> None:
+    def __init__(self, token: SecretStr) -> None:
         super().__init__(scheme_name="token", auto_error=False)
         self._token = token
-        self._is_page = is_page
 
     async def __call__(self, request: Request) -> None:
         given = request.headers.getlist("authorization")
         scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
-        secret = value.strip().encode("latin-1")
-        if scheme.lower() == "basic" and self._is_page:
-            secret = _password(secret)
-        elif scheme.lower() != "bearer":
-            secret = b""
+        secret = value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         if not hmac.compare_digest(secret, self._token.get_secret_value().encode()):
-            challenge = 'Basic realm="rollout server, token as password"'
-            raise HTTPException(
-                401,
-                "send the server's token as `Authorization: Bearer TOKEN`",
-                {"WWW-Authenticate": challenge if self._is_page else "Bearer"},
-            )
-
-
-def _password(credentials: bytes) -> bytes:
-    try:
-        _, _, password = base64.b64decode(credentials, validate=True).partition(b":")
-    except binascii.Error:
-        return b""
-    return password
+            detail = "send the server's token as `Authorization: Bearer TOKEN`"
+            raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
 
 class ConcurrencyLimit:

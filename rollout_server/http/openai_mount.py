@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
@@ -30,7 +29,6 @@ from shared_contracts.errors import ProblemError
 logger = logging.getLogger(__name__)
 
 MODELS = "/v1/models"
-WEIGHTS_VERSION = "X-Weights-Version"
 
 _record: ContextVar[CallRecord] = ContextVar("record of the current call")
 
@@ -117,7 +115,6 @@ class _AppResponse(Response):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message | None = None
         complete = gone = False
 
         async def observed() -> Message:
@@ -126,25 +123,15 @@ class _AppResponse(Response):
             gone |= message["type"] == "http.disconnect" and not complete
             return message
 
-        async def versioned(message: Message) -> None:
-            """Send the start with the first body: the weights version is known then."""
-            nonlocal start, complete
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            if start is not None:
-                assert self._record.weights_version is not None
-                headers = MutableHeaders(raw=start["headers"])
-                headers[WEIGHTS_VERSION] = str(self._record.weights_version[1])
-                await send(start)
-                start = None
-            complete = not message.get("more_body", False)
+        async def sent(message: Message) -> None:
+            nonlocal complete
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         _record.set(self._record)
         try:
             with self._held:
-                await self._app({**scope}, observed, versioned)
+                await self._app({**scope}, observed, sent)
         except Exception:
             if not complete:
                 raise

@@ -19,10 +19,10 @@ import asyncio
 import errno
 import json
 import logging
-import shutil
 import socket
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
+    Adapter,
     Engine,
     EngineDead,
     Engines,
@@ -236,16 +237,14 @@ class Pushes:
                 raise refusal("adapter-refused", found, "adapter")
             with timed(seconds, "transfer"):
                 expected = await asyncio.to_thread(self._expected)
-                folder = self._adapters / f"adapter-{version}"
-                await asyncio.to_thread(write_adapter, folder, content, expected)
+                folder = await asyncio.to_thread(write_adapter, self._adapters, content, expected)
+                adapter = Adapter(version, folder)
                 try:
-                    await self._on_all(lambda engine: engine.load_adapter(version, folder))
+                    await self._on_all(lambda engine: engine.load_adapter(adapter))
                 except WeightPhaseFailed as error:
                     raise refusal("adapter-refused", f"server: {error}", "adapter") from error
-                await self._on_all(lambda engine: engine.use_adapter(version))
+                await self._on_all(lambda engine: engine.use_adapter(adapter))
             self.version = version
-            used = set[int]().union(*(engine.adapters for engine in engines))
-            await asyncio.to_thread(remove_adapters, self._adapters, used)
         return SyncReport(status=self.status, seconds=seconds, bytes=len(content))
 
     # --- memory of the GPUs
@@ -492,8 +491,8 @@ def _listen(init: InitCommunicator) -> socket.socket:
         time.sleep(POLL_S)
 
 
-def write_adapter(folder: Path, content: bytes, expected: Mapping[str, list[int]]) -> None:
-    """Write peft's two files of an adapter.
+def write_adapter(root: Path, content: bytes, expected: Mapping[str, list[int]]) -> Path:
+    """Write peft's two files of an adapter to a new folder below `root`, and return that.
 
     Raises the `adapter-refused` problem for content that is no safetensors of an adapter for
     `expected` (`manifest.checkpoint_parameters`).
@@ -507,14 +506,8 @@ def write_adapter(folder: Path, content: bytes, expected: Mapping[str, list[int]
         found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
         raise refusal("adapter-refused", found, "body") from None
     check_adapter(shapes, meta, expected)
-    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=root))
     config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(content)
-
-
-def remove_adapters(root: Path, used: Set[int]) -> None:
-    """Remove the folders of all adapters but those of the versions `used`."""
-    for folder in root.iterdir():
-        if int(folder.name.partition("-")[2]) not in used:
-            shutil.rmtree(folder)
+    return folder

@@ -6,7 +6,6 @@ Only `engine_protocol` and the wire format were used to write it.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Response
@@ -15,6 +14,7 @@ from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
+    Adapter,
     ChatGenerate,
     ChatMessage,
     Completion,
@@ -59,7 +59,7 @@ class ScriptedEngine:
         self.script: dict[str, Callable[[], Awaitable[None]]] = {}
         self.joined: list[tuple[InitCommunicator, int]] = []
         self.heartbeat_age_s = 0.0
-        self.adapters_in_use: set[int] = set()
+        self.adapter: Adapter | None = None
         self._dead = asyncio.Event()
         self._running = asyncio.Event()
         self._running.set()
@@ -185,16 +185,12 @@ class ScriptedEngine:
         await self._do("finish_update")
         self.weights_version = version
 
-    async def load_adapter(self, version: int, folder: Path) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         await self._do("load_adapter")
 
-    async def use_adapter(self, version: int) -> None:
+    async def use_adapter(self, adapter: Adapter) -> None:
         await self._do("use_adapter")
-        self.weights_version = version
-
-    @property
-    def adapters(self) -> set[int]:
-        return self.adapters_in_use | {self.weights_version}
+        self.adapter, self.weights_version = adapter, adapter.version
 
 
 def build(settings: ServerSettings, index: int) -> Engine:

@@ -464,14 +464,19 @@ async def test_an_adapter_needs_no_pause_and_is_kept_while_it_is_used(tmp_path: 
     assert all(e.calls == [*JOINED, "load_adapter", "use_adapter"] for e in bench.engines)
     assert bench.held == ("READY", 8)
     assert (report.bytes, list(report.seconds)) == (len(adapter()), ["transfer"])
-    folder = tmp_path / "adapter-8"
+    in_use = bench.engines[1].adapter  # as a sequence that runs
+    assert in_use is not None
+    folder = in_use.folder
     assert (folder / "adapter_model.safetensors").read_bytes() == adapter()
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
-    bench.engines[1].adapters_in_use.add(8)
     for version in (9, 10, 11):
         await load(bench, version)
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter-8", "adapter-11"}
+    newest = bench.engines[1].adapter
+    assert newest is not None
+    assert set(tmp_path.iterdir()) == {folder, newest.folder}
+    del in_use
+    assert list(tmp_path.iterdir()) == [newest.folder]
     await refused(load(bench, 11), "weight-update-order", "does not come after")
     await bench.push(12)
     await refused(load(bench, 13), "adapter-refused", "full weights were pushed")

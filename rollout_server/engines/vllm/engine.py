@@ -7,12 +7,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -32,6 +29,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
     Aborted,
+    Adapter,
     ChatGenerate,
     ChatMessage,
     Completion,
@@ -106,9 +104,7 @@ class VllmEngine:
         self.dtype = TypeAdapter[DtypeName](DtypeName).validate_python(dtype)
         self._guard = guard
         self._sentinel: int | None = None  # of the guard, once it is known to be active
-        self._adapter: LoRARequest | None = None  # of new sequences; its id is the version
-        self._loaded: LoRARequest | None = None  # the newest adapter, which may not be used yet
-        self._users = Counter[int]()  # calls, by the version of their adapter
+        self._adapter: Adapter | None = None  # of new sequences
         self.holds_checkpoint = True
         self.index = index
         self.load = Load()
@@ -183,11 +179,12 @@ class VllmEngine:
         turn: int,
     ) -> list[Completion]:
         sampling = sampling_params(config, seed, max_tokens, self._sentinel)
-        with self._keeping_adapter() as adapter:
-            outputs = self._llm.generate(
-                prompt.engine_input, sampling, request_id, lora_request=adapter, priority=turn
-            )
-            final = await self._reached(_only(outputs))
+        adapter = self._adapter
+        lora = None if adapter is None else _lora(adapter)
+        outputs = self._llm.generate(
+            prompt.engine_input, sampling, request_id, lora_request=lora, priority=turn
+        )
+        final = await self._reached(_only(outputs))
         return [self._completion(output, adapter) for output in final.outputs]
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
@@ -205,20 +202,20 @@ class VllmEngine:
         sampling.skip_special_tokens = sampling.spaces_between_special_tokens = False
         if self._sentinel is not None:
             sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
-        with self._keeping_adapter() as adapter:
-            outputs = self._llm.generate(
-                prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
-            )
+        adapter = self._adapter  # kept until the end of the call
+        lora = None if adapter is None else _lora(adapter)
+        request_id = uuid.uuid4().hex
+        outputs = self._llm.generate(prompt, sampling, request_id, lora_request=lora, priority=turn)
 
-            async def send_all() -> None:
-                async for output in outputs:
-                    if any(choice.finish_reason == "abort" for choice in output.outputs):
-                        raise Aborted(f"replica {self.index} ended a sequence: abort")
-                    send(output)
+        async def send_all() -> None:
+            async for output in outputs:
+                if any(choice.finish_reason == "abort" for choice in output.outputs):
+                    raise Aborted(f"replica {self.index} ended a sequence: abort")
+                send(output)
 
-            await self._reached(send_all())
+        await self._reached(send_all())
 
-    def _completion(self, output: CompletionOutput, adapter: LoRARequest | None) -> Completion:
+    def _completion(self, output: CompletionOutput, adapter: Adapter | None) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
         if finish is None:
             raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
@@ -230,7 +227,7 @@ class VllmEngine:
             text = self._decode(token_ids)
         versions = [_version(span.version) for span in output.weight_versions or []]
         if adapter is not None:  # a sequence keeps its adapter while a newer one is loaded
-            versions = [adapter.lora_int_id]
+            versions = [adapter.version]
         return Completion(
             index=output.index,
             text=text,
@@ -328,32 +325,14 @@ class VllmEngine:
         self._adapter = None
         self.weights_version = version
 
-    async def load_adapter(self, version: int, folder: Path) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         if self._asleep:  # then it has no memory for the adapter
             await self.resume()
         # In place: an adapter of this version may have been loaded by a push that broke.
-        name = f"version-{version}"
-        request = LoRARequest(name, version, str(folder), load_inplace=True)
-        await self._worker_call(self._llm.add_lora(request))
-        self._loaded = LoRARequest(name, version, str(folder))
+        await self._worker_call(self._llm.add_lora(_lora(adapter, load_inplace=True)))
 
-    async def use_adapter(self, version: int) -> None:
-        self._adapter, self.weights_version = self._loaded, version
-
-    @property
-    def adapters(self) -> set[int]:
-        return {version for version, calls in self._users.items() if calls} | {self.weights_version}
-
-    @contextmanager
-    def _keeping_adapter(self) -> Iterator[LoRARequest | None]:
-        """Keep the adapter of new sequences readable during a call."""
-        adapter = self._adapter
-        version = FIRST_VERSION if adapter is None else adapter.lora_int_id
-        self._users[version] += 1
-        try:
-            yield adapter
-        finally:
-            self._users[version] -= 1
+    async def use_adapter(self, adapter: Adapter) -> None:
+        self._adapter, self.weights_version = adapter, adapter.version
 
     async def _worker_call(self, call: Coroutine[Any, Any, object]) -> None:
         """Raises WeightPhaseFailed with what a worker says, and EngineDead."""
@@ -382,6 +361,11 @@ class VllmEngine:
             if error is dead or not self._llm.errored:
                 raise
             raise dead from error
+
+
+def _lora(adapter: Adapter, *, load_inplace: bool = False) -> LoRARequest:
+    name, folder = f"version-{adapter.version}", str(adapter.folder)
+    return LoRARequest(name, adapter.version, folder, load_inplace=load_inplace)
 
 
 async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
