@@ -16,6 +16,7 @@ the product's own. Prints the table of docs/evidence.md.
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command import Bench, run
@@ -34,12 +35,14 @@ from benchmarks.results import Result, median_of
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
-from learner.rollout.policy import Asking, OpenBackend, Policy, Stream
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.server import ServerBackend
 from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
+from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
@@ -60,8 +63,8 @@ def pipelined(bench: Bench) -> list[Result]:
     overlapped, sequential = [], []
     with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
         for _ in range(bench.rounds):
-            overlapped.append(_step_s(backend, backend.stream) / longest)
-            sequential.append(_step_s(backend, None) / longest)
+            overlapped.append(_step_s(backend) / longest)
+            sequential.append(_step_s(AtTheEnd(backend)) / longest)
     name = "channel-B step over the longer of rollouts and learning"
     detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side; "
     detail += f"one after the other: {statistics.median(sequential):.2f}"
@@ -74,8 +77,8 @@ def in_parts(bench: Bench) -> list[Result]:
     in_four, at_the_end = list[float](), list[float]()
     with fixed_servers(1, ANSWER_S, SEQUENCES, bench.folder, ANSWER_SIGMA) as backend:
         for _ in range(bench.rounds):
-            for ratios, stream in ((in_four, backend.stream), (at_the_end, None)):
-                seconds = _step_s(backend, stream, forward_s=longest / BATCH, count=BATCH)
+            for ratios, answering in ((in_four, backend), (at_the_end, AtTheEnd(backend))):
+                seconds = _step_s(answering, forward_s=longest / BATCH, count=BATCH)
                 ratios.append(seconds / longest)
     name = f"channel-B step of {BATCH} samples that are decoded at once, over the longer side"
     detail = f"lognormal answers, sigma {ANSWER_SIGMA:g}; learned at the end: "
@@ -83,15 +86,34 @@ def in_parts(bench: Bench) -> list[Result]:
     return [median_of(name, in_four, IN_PARTS_GOAL, at_least=False, detail=detail)]
 
 
+class AtTheEnd(RolloutBackend):
+    """Another backend without its stream: a step learns when all answers are there."""
+
+    def __init__(self, backend: ServerBackend) -> None:
+        super().__init__(backend.journal)
+        self.version = backend.version
+        self._backend = backend
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        return self._backend.rollout(requests, request_config)
+
+    def push_weights(self, version: int) -> None:
+        self._backend.push_weights(version)
+
+    def close(self) -> None:
+        self._backend.close()
+
+
 def _step_s(
-    backend: ServerBackend,
-    stream: Stream | None,
+    backend: RolloutBackend,
     forward_s: float = CHUNK_S / CHUNK_SAMPLES,
     count: int = CHUNKS * CHUNK_SAMPLES,
 ) -> float:
-    """Seconds of one channel-B step of `count` samples. stream: None: no overlap."""
+    """Seconds of one channel-B step of `count` samples."""
     asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
-    policy = Policy(OpenBackend(backend, backend.version, stream=stream), asking)
+    policy = Policy(backend, asking)
     recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s), FixedPipeline())
     runner = StepRunner(_config(), recipe, policy)
     own = samples(count)

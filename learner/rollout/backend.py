@@ -4,7 +4,9 @@ backend  -> call(), push(), lost(), split()     while it happens, from any threa
 step     -> take()                              after the rollouts; the next page is empty
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -44,21 +46,6 @@ class WeightChannel(Protocol):
     def push(self, version: int) -> SyncReport: ...
     def abandon(self) -> None: ...
     def close(self) -> None: ...
-
-
-class RolloutBackend(Protocol):
-    """Generates rollouts with the newest pushed weights."""
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        """Return outputs in the order of the requests; request i is sampled with `seed + i`."""
-
-    def push_weights(self, version: int) -> None:
-        """Make `version` the weights of every later rollout."""
-
-    def close(self) -> None:
-        """Release connections; idempotent."""
 
 
 class SyncState(Protocol):
@@ -208,3 +195,63 @@ class Journal:
             {"rollout/servers_healthy": self.healthy, "sync/fell_back": fallback is not None}
         )
         return record, payload
+
+
+class RolloutBackend(ABC):
+    """Generates rollouts with the newest pushed weights.
+
+    version: of the weights that answer. journal: notes of its calls and pushes.
+    repeat_terminate_active: it ends answers that repeat themselves.
+    streams: it generates while the learner trains (STEP-03).
+    round_size: requests of one round of asynchronous rollouts; None: it has no such rounds.
+    """
+
+    repeat_terminate_active = False
+    streams = False
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self.version = WeightsVersion()
+        self.journal = journal or Journal()
+
+    @property
+    def round_size(self) -> int | None:
+        return None
+
+    @abstractmethod
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """Return outputs in the order of the requests; request i is sampled with `seed + i`."""
+
+    @abstractmethod
+    def push_weights(self, version: int) -> None:
+        """Make `version` the weights of every later rollout."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections; idempotent."""
+
+    def stream(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> Generator[list[RolloutOutput], None, None]:
+        """Yield what `rollout` returns, in consecutive parts: one part unless it `streams`."""
+        yield self.rollout(requests, request_config)
+
+    def rollout_asynchronous(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """Do the same as `rollout` while the training weights change: push nothing.
+
+        Raises PushNeeded.
+        """
+        return self.rollout(requests, request_config)
+
+    def repush_restarted(self) -> None:  # noqa: B027 - only servers can restart
+        """Push again to restarted servers, while the training weights are those of the last push.
+
+        Called repeatedly while other processes are waited for.
+        """
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return the block in which a backend that shares a GPU with the learner has it."""
+        return nullcontext()

@@ -21,7 +21,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Self, TypeVar
@@ -30,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from learner.distributed.waiting import waiting_for
+from learner.distributed.waiting import CLOCK, Clock, waiting_for
 from learner.rollout.answers import parse_rollouts
 from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
@@ -145,7 +144,7 @@ class RolloutClient:
     live_interval_s: between two checks of a server that generates.
     token: None: that of ROLLOUT_SERVER_TOKEN, or of the file that ROLLOUT_SERVER_TOKEN_FILE
         names; empty: none.
-    sleep, clock: of `wait_until_pushable`, in seconds.
+    clock: of `wait_until_pushable`.
     """
 
     def __init__(
@@ -155,8 +154,7 @@ class RolloutClient:
         infer_timeout_s: float | None = None,
         live_interval_s: float = LIVE_INTERVAL_S,
         token: str | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
@@ -165,7 +163,7 @@ class RolloutClient:
         token = given_token(os.environ) if token is None else token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._probe_s, self._phase_s = min(timeout_s, _PROBE_TIMEOUT_S), timeout_s + PHASE_MARGIN_S
-        self._sleep, self._clock = sleep, clock
+        self._clock = clock
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -195,7 +193,7 @@ class RolloutClient:
                     reason, waited_s = str(error), self._clock() - began
                     if not may_pass(error) or waited_s >= self.timeout_s:
                         raise self._not_pushable(error, waited_s) from error
-                self._sleep(pause_s)
+                self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def check_pushable(self) -> None:

@@ -9,21 +9,20 @@ While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free 
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.distributed.waiting import waiting_for
+from learner.distributed.waiting import CLOCK, Clock, waiting_for
 from learner.rollout.backend import Journal
 from learner.rollout.distribution import CHUNKS_AHEAD, cut, next_call, plan_chunks, rank_caps
 from learner.rollout.parallel_calls import in_thread
-from learner.rollout.server_handle import Clock, Part, ServerHandle, ServerLost, Sleep
+from learner.rollout.server_handle import Part, ServerHandle, ServerLost
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 
@@ -43,7 +42,7 @@ class ServerPool:
 
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
     timeout_s: longest wait for servers that do not answer. peers: the learner processes.
-    sleep, clock: of the waits, in seconds.
+    clock: of the waits.
     """
 
     servers: Sequence[ServerHandle]
@@ -51,8 +50,7 @@ class ServerPool:
     timeout_s: float
     journal: Journal
     peers: Peers = SINGLE_PROCESS
-    sleep: Sleep = time.sleep
-    clock: Clock = time.monotonic
+    clock: Clock = CLOCK
 
     def usable(self) -> list[ServerHandle]:
         return [server for server in self.servers if server.lost is None]
@@ -98,53 +96,37 @@ class ServerPool:
                         f"no rollout server can take a push and answer; waited {limit_s:.0f} s "
                         f"({name}) for one to come back or to start. {self.reasons()}"
                     )
-                self.sleep(pause_s)
+                self.clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return found
 
 
-@dataclass(frozen=True)
-class Job:
-    """The requests of one rollout, each for one answer; request i has `seed + i` (SEED-01).
-
-    version: of the weights that must answer; None: any.
-    """
-
-    requests: Sequence[RolloutInferRequest]
-    config: RequestConfig
-    version: int | None
-    job_id: str = field(default_factory=lambda: uuid4().hex)
-
-    def call(self, requests: range) -> InferCall:
-        """Make the call. The same requests give the same id, so the server recognizes a retry."""
-        config = self.config
-        if config.seed is not None:
-            config = config.model_copy(update={"seed": config.seed + requests.start})
-        return InferCall(
-            infer_requests=list(self.requests[requests.start : requests.stop]),
-            request_config=config,
-            request_id=f"{self.job_id}-{requests.start}-{requests.stop}",
-            expected_weights_version=self.version,
-        )
-
-
 class Dispatch:
-    """The run of one job over the servers of a pool.
+    """One rollout over the servers of a pool: one answer for each request.
 
+    config: request i has `seed + i` (SEED-01). version: of the weights that must answer; None: any.
     reconnect: uses lost servers again that can be used, and returns all usable servers; called
-    before every chunk, and repeatedly while no server is usable.
+        before every chunk, and repeatedly while no server is usable.
     """
 
     def __init__(
-        self, job: Job, pool: ServerPool, reconnect: Callable[[], list[ServerHandle]]
+        self,
+        requests: Sequence[RolloutInferRequest],
+        config: RequestConfig,
+        version: int | None,
+        pool: ServerPool,
+        reconnect: Callable[[], list[ServerHandle]],
     ) -> None:
-        self._job = job
+        self._requests = requests
+        self._config = config
+        self._version = version
         self._pool = pool
         self._reconnect = reconnect
+        self._id = uuid4().hex
         self._envelopes: dict[int, RolloutEnvelope] = {}
         self._queues: dict[ServerHandle, deque[Part]] = {one: deque() for one in pool.servers}
         self._caps: dict[ServerHandle, int] = {}
-        self._unassigned = len(job.requests)
+        self._unassigned = len(requests)
         # Running calls; with the `returns` of the server when each began.
         self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, Part, int]] = {}
         self._outages: list[float] = []  # since the last answer: when no server was usable
@@ -163,7 +145,7 @@ class Dispatch:
         Raises:
             RunError: no server answers, a request was refused, or the run was given up.
         """
-        chunks = cut(len(self._job.requests), size)
+        chunks = cut(len(self._requests), size)
         later = deque(chunks)
         try:
             for chunk in chunks:
@@ -209,9 +191,21 @@ class Dispatch:
     def _send(self) -> None:
         for server in self._pool.servers:
             while (part := self._next_part(server)) is not None:
-                call = self._job.call(part.requests)
+                call = self._call(part.requests)
                 answer = partial(server.answer, call, part, self._given_up)
                 self._calls[in_thread(answer)] = (server, part, server.returns)
+
+    def _call(self, requests: range) -> InferCall:
+        """Make a call. The same requests give the same id, so the server recognizes a retry."""
+        config = self._config
+        if config.seed is not None:
+            config = config.model_copy(update={"seed": config.seed + requests.start})
+        return InferCall(
+            infer_requests=list(self._requests[requests.start : requests.stop]),
+            request_config=config,
+            request_id=f"{self._id}-{requests.start}-{requests.stop}",
+            expected_weights_version=self._version,
+        )
 
     def _next_part(self, server: ServerHandle) -> Part | None:
         """Take the requests of the next call from a server's queue; None without a free place."""

@@ -24,7 +24,7 @@ from transformers import (
 
 from learner.models.families import family_of
 from learner.models.prompts import EncodedPrompt
-from learner.rollout.backend import LEARNER, Call, Journal, WeightsVersion
+from learner.rollout.backend import LEARNER, Call, Journal, RolloutBackend
 from learner.rollout.repeat_processor import RepeatProcessor
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
@@ -32,7 +32,7 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 
-class HfBackend:
+class HfBackend(RolloutBackend):
     """A backend that generates in the process of the learner.
 
     model: in training, in any mode; it is as before after every call.
@@ -40,7 +40,6 @@ class HfBackend:
     num_beams: above 1 the best beam of a search, in place of the greedy answer.
     compute_dtype: what the forward computes in where it is not that of the weights.
     max_model_len: longest prompt with its answer, where the model's context is longer.
-    journal: gets a note of every batch.
     """
 
     def __init__(
@@ -53,8 +52,9 @@ class HfBackend:
         num_beams: int = 1,
         compute_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
-        journal: Journal | None = None,
     ) -> None:
+        super().__init__(Journal(servers=None))
+        self.repeat_terminate_active = guard.enabled
         self._model = model
         self._encode = encode
         self._tokenizer = tokenizer
@@ -66,8 +66,6 @@ class HfBackend:
         self._ends = end_token_ids(model, tokenizer)
         context = int(model.config.get_text_config().max_position_embeddings)
         self._context = min(context, max_model_len or context)
-        self._journal = journal or Journal(servers=None)
-        self.version = WeightsVersion()
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
@@ -91,7 +89,7 @@ class HfBackend:
                 ]
                 seed = None if request_config.seed is None else request_config.seed + start
                 outputs += self._batch(prompts, rooms, request_config, seed)
-                self._journal.call(Call(LEARNER, start, len(prompts), seed, 1, "answered"))
+                self.journal.call(Call(LEARNER, start, len(prompts), seed, 1, "answered"))
         return outputs
 
     def push_weights(self, version: int) -> None:

@@ -11,14 +11,14 @@ A step calls `mark_updated` when it has changed the training weights.
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.distributed.waiting import waiting_for
-from learner.rollout.backend import Journal, RolloutBackend, WeightsVersion
+from learner.rollout.backend import RolloutBackend
 from learner.runs.console import duration
 from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
@@ -26,7 +26,6 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
 Requests = Sequence[RolloutInferRequest]
 Ask = Callable[[Requests, RequestConfig], list[RolloutOutput]]
-Stream = Callable[[Requests, RequestConfig], Generator[list[RolloutOutput], None, None]]
 
 
 @dataclass(frozen=True)
@@ -61,37 +60,11 @@ def asking_of(config: Config) -> Asking:
     return Asking(config.template.prompt, config.template.system, request_config, evaluation)
 
 
-@dataclass(frozen=True)
-class OpenBackend:
-    """A backend that can be pushed to.
-
-    version: of the weights that answer.
-    repeat_terminate_active: it ends answers that repeat themselves.
-    journal: what it notes of its calls and pushes.
-    stream: what `rollout` returns, in chunks, from servers that generate while the learner trains
-        (STEP-03); None for other backends.
-    round_size: requests of one round of asynchronous rollouts by such servers.
-    repush_restarted: pushes again to such servers, while the training weights are the pushed ones.
-    ask_asynchronous: a `rollout` that pushes nothing; None: the backend's `rollout` never does.
-    serving: the block in which a backend that shares a GPU with the learner has it.
-    """
-
-    backend: RolloutBackend
-    version: WeightsVersion = field(default_factory=WeightsVersion)
-    repeat_terminate_active: bool = False
-    journal: Journal = field(default_factory=Journal)
-    stream: Stream | None = None
-    round_size: int | None = None
-    repush_restarted: Callable[[], None] | None = None
-    ask_asynchronous: Ask | None = None
-    serving: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
 class Policy:
-    """Answers of samples by an open backend, and its pushes."""
+    """Answers of samples by a backend, and its pushes."""
 
-    def __init__(self, opened: OpenBackend, asking: Asking) -> None:
-        self._opened = opened
+    def __init__(self, backend: RolloutBackend, asking: Asking) -> None:
+        self._backend = backend
         self._asking = asking
         self._updates: int | None = None  # since the last push; None before the first
         self._has_answered = False
@@ -99,20 +72,20 @@ class Policy:
     @property
     def version(self) -> int:
         """The version of the newest weights of the backend; each push makes the next one."""
-        return self._opened.version.newest
+        return self._backend.version.newest
 
     @property
     def repeat_terminate_active(self) -> bool:
-        return self._opened.repeat_terminate_active
+        return self._backend.repeat_terminate_active
 
     @property
     def streams(self) -> bool:
         """Whether answers are generated while the learner trains."""
-        return self._opened.stream is not None
+        return self._backend.streams
 
     @property
     def round_size(self) -> int | None:
-        return self._opened.round_size
+        return self._backend.round_size
 
     def mark_updated(self) -> None:
         """Note that the training weights have changed: the next `answer` needs a push first."""
@@ -128,14 +101,14 @@ class Policy:
 
         A backend that shares a GPU with the learner takes it over once for the whole block.
         """
-        return self._opened.serving()
+        return self._backend.serving()
 
     def push(self) -> None:
         """Push the next version."""
         version = self.version + 1
         with waiting_for(f"a push of the weights, version {version}"):
-            self._opened.backend.push_weights(version)
-        self._opened.version.record(version)
+            self._backend.push_weights(version)
+        self._backend.version.record(version)
         self._updates = 0
 
     def push_if_stale(self) -> None:
@@ -148,17 +121,14 @@ class Policy:
     ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        return self._answer(self._opened.backend.rollout, samples, seed, evaluating)
+        return self._answer(self._backend.rollout, samples, seed, evaluating)
 
     def stream(
         self, samples: Sequence[Sample], seed: int
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
-        if self._opened.stream is None:
-            yield self.answer(samples, seed)
-            return
         assert not self.is_behind(), "push_if_stale comes before stream"
-        with closing(self._opened.stream(*self._asked(samples, seed, False))) as chunks:
+        with closing(self._backend.stream(*self._asked(samples, seed, False))) as chunks:
             while True:
                 with self._naming_first_wait(len(samples)):
                     outputs = next(chunks, None)
@@ -171,7 +141,7 @@ class Policy:
 
         Raises PushNeeded.
         """
-        ask = self._opened.ask_asynchronous or self._opened.backend.rollout
+        ask = self._backend.rollout_asynchronous
         return self._answer(ask, samples, seed, evaluating=False)
 
     def repush_restarted(self) -> None:
@@ -179,8 +149,8 @@ class Policy:
 
         Called repeatedly while this process waits for others.
         """
-        if self._opened.repush_restarted is not None and not self.is_behind():
-            self._opened.repush_restarted()
+        if not self.is_behind():
+            self._backend.repush_restarted()
 
     def _answer(
         self, ask: Ask, samples: Sequence[Sample], seed: int, evaluating: bool
@@ -210,10 +180,10 @@ class Policy:
 
     def progress(self, count: int) -> Callable[[], str]:
         """Return a function that describes the progress of `count` requested answers."""
-        began, before = time.monotonic(), self._opened.journal.answered
+        began, before = time.monotonic(), self._backend.journal.answered
 
         def now() -> str:
-            there = self._opened.journal.answered - before
+            there = self._backend.journal.answered - before
             so_far = f"{there} of {count} are there"
             if not there:
                 return so_far
@@ -225,9 +195,9 @@ class Policy:
 
     def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
-        record, payload = self._opened.journal.take()
+        record, payload = self._backend.journal.take()
         decoding = self._decoding(evaluating).model_dump(exclude_defaults=True)
         return {"weights_version": self.version, "decoding": decoding, **record}, payload
 
     def close(self) -> None:
-        self._opened.backend.close()
+        self._backend.close()

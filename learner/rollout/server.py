@@ -9,7 +9,6 @@ every server (SYNC-08).
 """
 
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,13 +16,14 @@ from itertools import chain
 from typing import TypeVar
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.distributed.waiting import CLOCK, Clock
 from learner.rollout.answers import output_of
-from learner.rollout.backend import Journal, PushNeeded, WeightChannel, WeightsVersion
+from learner.rollout.backend import Journal, PushNeeded, RolloutBackend, WeightChannel
 from learner.rollout.client import RolloutClient
-from learner.rollout.dispatch import Dispatch, Job, ServerPool
+from learner.rollout.dispatch import Dispatch, ServerPool
 from learner.rollout.distribution import part_size, rank_chunk_size
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.server_handle import Clock, Differences, ServerHandle, Sleep
+from learner.rollout.server_handle import Differences, ServerHandle
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
@@ -38,7 +38,7 @@ T = TypeVar("T")
 _CHECKED_FRACTION = 6
 
 
-class ServerBackend:
+class ServerBackend(RolloutBackend):
     """A backend that spreads rollouts over servers and keeps their order and seeds.
 
     After a push every answer must be of these weights. A lost server is left out. It is checked
@@ -55,9 +55,10 @@ class ServerBackend:
         servers' weights.
     shared: pushes to the one server by all processes; after a failure process 0 pushes alone.
     proof: decides which pushes are proven, and how; None: none is.
-    sleep, clock: of pauses and waits, in seconds.
-    version: of the weights that were pushed last.
+    clock: of pauses and waits.
     """
+
+    streams = True
 
     def __init__(
         self,
@@ -65,38 +66,37 @@ class ServerBackend:
         channels: Sequence[WeightChannel],
         decode_batch_size: int,
         journal: Journal | None = None,
-        sleep: Sleep = time.sleep,
         differences: Differences | None = None,
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
         proof: ProofOfEffect | None = None,
         shared: SharedPush | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
-        self.version = WeightsVersion()
+        super().__init__(journal)
         self._dtype: DtypeName = "float32"
         self._gather = gather
         self._proof = proof
         self._shared = shared
-        self._journal = journal or Journal()
         self._peers = peers
         self._is_leader = peers.rank == 0
         own = channels if self._is_leader else [None] * len(clients)
         self._servers = [
-            ServerHandle(client, self._journal, channel, differences, sleep, clock)
+            ServerHandle(client, self.journal, channel, differences, clock)
             for client, channel in zip(clients, own, strict=True)
         ]
         timeout_s = max(client.timeout_s for client in clients)
         self._pool = ServerPool(
-            self._servers, decode_batch_size, timeout_s, self._journal, peers, sleep, clock
+            self._servers, decode_batch_size, timeout_s, self.journal, peers, clock
         )
         self._clock = clock
         self._dispatches: set[Dispatch] = set()
         self._pushing = threading.Lock()  # one thread at a time pushes
         self._no_check_until = 0.0
 
+    @property
     def round_size(self) -> int:
-        """Return the most requests of this process at once (DIST-04)."""
+        """The most requests of this process at once (DIST-04)."""
         sizes = [server.world_size for server in self._servers]
         return rank_chunk_size(self._pool.decode_batch_size, sizes, self._peers.count)
 
@@ -153,7 +153,7 @@ class ServerBackend:
         if self._proof is not None and self._proof.is_due():
             began = self._clock()
             self._prove(self._proof, version)
-            self._journal.probe(self._clock() - began)
+            self.journal.probe(self._clock() - began)
         self._peers.all_gather(lambda: None)
 
     def _push_shared(self, version: int) -> bool:
@@ -262,7 +262,7 @@ class ServerBackend:
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield the same outputs in parts, in order, while later ones are generated."""
-        size = part_size(len(requests), self.round_size())
+        size = part_size(len(requests), self.round_size)
         return self._chunks(requests, request_config, self._restore_lost, size)
 
     def rollout_asynchronous(
@@ -284,12 +284,12 @@ class ServerBackend:
         size: int,
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield outputs `size` at a time."""
-        dispatch = Dispatch(Job(requests, config, self.version.pushed), self._pool, reconnect)
+        dispatch = Dispatch(requests, config, self.version.pushed, self._pool, reconnect)
         self._dispatches.add(dispatch)
         try:
             with closing(dispatch.chunks(max(1, size))) as chunks:
                 for envelopes in chunks:
-                    self._journal.healthy = len(self._pool.usable())
+                    self.journal.healthy = len(self._pool.usable())
                     yield [output_of(envelope) for envelope in envelopes]
         finally:
             self._dispatches.discard(dispatch)

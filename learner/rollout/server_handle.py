@@ -8,7 +8,6 @@ usable --- an answer fails for good, or shows another epoch ---> lost
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from tenacity import (
     wait_exponential,
 )
 
+from learner.distributed.waiting import CLOCK, Clock
 from learner.rollout.backend import ANSWERED, Call, Journal, WeightChannel
 from learner.rollout.client import (
     SERVER_ERRORS,
@@ -38,8 +38,6 @@ from shared_contracts.weights import DtypeName, SyncReport
 
 _LOG = logging.getLogger(__name__)
 
-Sleep = Callable[[float], None]
-Clock = Callable[[], float]
 # What a server has otherwise than this run needs: of its URL and its `/info/`.
 Differences = Callable[[str, Info], Iterable[ContractError]]
 
@@ -83,7 +81,7 @@ class ServerHandle:
 
     channel: of the weights; None in every process but process 0. Only one thread pushes.
     differences: checked before a lost server is used again.
-    sleep, clock: of the pauses between attempts, in seconds.
+    clock: of the pauses between attempts.
 
     url: its name in logs. lost: the reason; None: it is usable. returns: how often it came back.
     world_size: its engine workers. dtype: of its weights.
@@ -99,8 +97,7 @@ class ServerHandle:
         journal: Journal,
         channel: WeightChannel | None = None,
         differences: Differences | None = None,
-        sleep: Sleep = time.sleep,
-        clock: Clock = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self.url = client.base_url
         self.world_size = client.world_size()
@@ -111,7 +108,7 @@ class ServerHandle:
         self._journal = journal
         self._channel = channel
         self._differences = differences
-        self._sleep, self._clock = sleep, clock
+        self._clock = clock
         self._epoch: str | None = None
         self._rest_s = self._rests_until = 0.0
         self._changing = threading.Lock()  # `lost`
@@ -160,7 +157,7 @@ class ServerHandle:
             retry=retry_if_exception(may_pass),
             stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(given_up),
             wait=_pause_s,
-            sleep=self._sleep,
+            sleep=self._clock.sleep,
             reraise=True,
         )
         try:

@@ -22,16 +22,11 @@ from learner.config.schema import resolved_sync_mode
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.load import LoadedModel, Offload
 from learner.models.prompts import encode_request
-from learner.rollout.backend import Journal
+from learner.rollout.backend import Journal, RolloutBackend
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import (
-    ColocatedBackend,
-    Placement,
-    media_dirs,
-    server_settings,
-)
+from learner.rollout.colocate import Placement, media_dirs, server_settings
+from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.hf import HfBackend
-from learner.rollout.policy import OpenBackend
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.probe import ProofOfEffect
@@ -62,7 +57,7 @@ def open_backend(
     placement: Placement | None = None,
     optimizer: Optimizer | None = None,
     peers: Peers = SINGLE_PROCESS,
-) -> OpenBackend:
+) -> RolloutBackend:
     """The backend that `config` asks for, ready for its first push; the caller closes it.
 
     clients: of the configured servers, in the order of the config; none without servers.
@@ -87,12 +82,11 @@ def open_backend(
             return _colocate(config, loaded, folder, samples, placement, optimizer, peers)
 
 
-def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
+def _hf(config: Config, loaded: LoadedModel) -> HfBackend:
     rollout, model = config.rollout_matching, loaded.model
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(plain, PreTrainedModel)
-    journal = Journal(servers=None)
-    backend = HfBackend(
+    return HfBackend(
         plain,
         partial(encode_request, loaded.processor),
         loaded.processor.tokenizer,
@@ -101,9 +95,7 @@ def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
         rollout.num_beams or 1,
         torch.bfloat16 if config.model.torch_dtype == "bfloat16" else None,
         rollout.vllm.max_model_len,
-        journal,
     )
-    return OpenBackend(backend, backend.version, rollout.repeat_terminate.enabled, journal)
 
 
 def _over_servers(
@@ -112,7 +104,7 @@ def _over_servers(
     clients: Sequence[RolloutClient],
     servers: Sequence[ServerAddress],
     peers: Peers = SINGLE_PROCESS,
-) -> OpenBackend:
+) -> ServerBackend:
     """Form the weight groups, by process 0; pushes count on from the servers' newest version."""
     fallback = config.rollout_matching.vllm.sync.fallback_to_full
     if config.training.data_parallel == "ddp":
@@ -147,18 +139,11 @@ def _over_servers(
         proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
         shared=shared,
     )
-    guarded = all(client.info().repeat_terminate.active for client in clients)
-    backend.connect()
-    return OpenBackend(
-        backend,
-        backend.version,
-        guarded,
-        journal,
-        backend.stream,
-        backend.round_size(),
-        backend.repush_restarted,
-        backend.rollout_asynchronous,
+    backend.repeat_terminate_active = all(
+        client.info().repeat_terminate.active for client in clients
     )
+    backend.connect()
+    return backend
 
 
 def transport_of(config: Config) -> Transport:
@@ -190,7 +175,7 @@ def _colocate(
     placement: Placement,
     optimizer: Optimizer | None,
     peers: Peers,
-) -> OpenBackend:
+) -> ColocatedBackend:
     """Process 0 starts the server and owns it; all processes call it."""
     wanted = config.rollout_matching.offload
     offload = Offload(
@@ -211,18 +196,12 @@ def _colocate(
             base_url, token, group_port = broadcast_from_rank0(peers, start)
             client = RolloutClient(base_url, COLOCATED_TIMEOUT_S, token=token)
             address = ServerAddress(base_url=base_url, group_port=group_port)
-            opened = _over_servers(config, loaded, [client], [address], peers)
+            servers = _over_servers(config, loaded, [client], [address], peers)
             memory = client if placement.gpus else None
-            backend = ColocatedBackend(opened.backend, own, offload.room, memory, peers)
+            backend = ColocatedBackend(servers, own, offload.room, memory, peers)
             backend.sleep()
         stack.pop_all()
-    return OpenBackend(
-        backend,
-        opened.version,
-        opened.repeat_terminate_active,
-        opened.journal,
-        serving=backend.serving,
-    )
+    return backend
 
 
 def _start_server(

@@ -91,8 +91,8 @@ def score_checkpoint(
         loaded = load(config)
     folder = folder or Path(config.training.output_dir)
     with waiting_for("rollouts to be set up"):
-        opened = open_backend(config, loaded, clients, folder, samples, placement)
-    policy = Policy(opened, asking_of(config))
+        backend = open_backend(config, loaded, clients, folder, samples, placement)
+    policy = Policy(backend, asking_of(config))
     try:
         with policy.serving():
             policy.push_if_stale()

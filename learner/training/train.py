@@ -194,11 +194,11 @@ def _open_policy(
 ) -> Policy:
     """Open the policy; a resumed run counts versions on from those of its checkpoint."""
     folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
-    opened = open_backend(
+    backend = open_backend(
         config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
     )
-    opened.version.newest = max(opened.version.newest, inputs.start.weights_version)
-    return Policy(opened, asking_of(config))
+    backend.version.newest = max(backend.version.newest, inputs.start.weights_version)
+    return Policy(backend, asking_of(config))
 
 
 def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> StandIns:

@@ -37,8 +37,8 @@ def main() -> None:
     loaded = load_model(config)
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
-    opened = open_backend(config, loaded, [], folder, samples, placement)
-    policy = Policy(opened, asking_of(config))
+    backend = open_backend(config, loaded, [], folder, samples, placement)
+    policy = Policy(backend, asking_of(config))
     try:
         for _ in sys.stdin:
             policy.push_if_stale()

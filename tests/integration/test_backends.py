@@ -88,8 +88,8 @@ def answers(mapping: dict[str, Any], weights: Path) -> Answers:
     loaded, samples = load_model(config), samples_of(config)
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
-    opened = open_backend(config, loaded, reach_servers(config), folder, samples)
-    policy = Policy(opened, asking_of(config))
+    backend = open_backend(config, loaded, reach_servers(config), folder, samples)
+    policy = Policy(backend, asking_of(config))
     try:
         policy.push_if_stale()
         return read_back(as_line(policy.answer(samples, seed=7)))

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from learner.data.jsonl import build_request
+from learner.distributed.waiting import Clock
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.server import ServerBackend
@@ -21,7 +22,7 @@ S = ScriptedRollouts
 
 
 @dataclass
-class PausedClock:
+class PausedClock(Clock):
     """Seconds that pass in `sleep` alone, which returns at once. pauses: all of them."""
 
     now: float = 0.0
@@ -98,7 +99,6 @@ def fleet_of(
         channels,
         decode_batch_size,
         journal,
-        clock.sleep,
         differences,
         proof=proof,
         clock=clock,

@@ -14,7 +14,8 @@ from transformers import TrainerControl, TrainerState
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
 from learner.models.prompts import PromptEncoder
-from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.policy import Policy, asking_of
 from learner.runs.metrics import Payload, PhaseClock
 from learner.runs.rollout_log import RolloutLog
 from learner.training.asynchronous_rollouts import BatchMaker, Gate
@@ -25,20 +26,21 @@ from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, written
-from tests.unit.streams import in_chunks
+from tests.unit.streams import InChunks
 
 SHARE = 7
 
 
-class Answers:
+class Answers(RolloutBackend):
     """Answers in turn: right, half, next to it, garbage, cut off, with a part that is dropped."""
 
     def __init__(self, samples: Sequence[Sample], loaded: LoadedModel, prompt: PromptEncoder):
+        super().__init__()
         self._samples = {sample.sample_id: sample for sample in samples}
         self._tokenizer = loaded.tokenizer
         self._prompt = prompt
         self._turn = count()
-        self.version = 1
+        self._pushed = 1
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
@@ -46,7 +48,7 @@ class Answers:
         return [self._answer(self._samples[str(request.uuid)]) for request in requests]
 
     def push_weights(self, version: int) -> None:
-        self.version = version
+        self._pushed = version
 
     def close(self) -> None:
         return
@@ -65,7 +67,7 @@ class Answers:
         ]
         ids = answers[next(self._turn) % len(answers)]
         output = rollout(self._prompt(sample).ids.tolist(), ids)
-        return replace(output, weights_version=(self.version, self.version), seed=5)
+        return replace(output, weights_version=(self._pushed, self._pushed), seed=5)
 
 
 def moved(item: GroundTruthObject) -> GroundTruthObject:
@@ -124,8 +126,8 @@ class RunMaker:
 
     def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
         answers = Answers(self._samples, self._loaded, prompt)
-        stream = None if chunk is None else in_chunks(answers, chunk)
-        return Policy(OpenBackend(answers, stream=stream, round_size=chunk), asking_of(config))
+        backend = answers if chunk is None else InChunks(answers, chunk)
+        return Policy(backend, asking_of(config))
 
     def _step(
         self,

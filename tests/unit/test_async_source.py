@@ -20,7 +20,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
-from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.rollout.policy import Policy, asking_of
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.stages.packing import Part
@@ -55,6 +55,11 @@ class Servers(Scripted):
         self.closed = False
         self._allowed = threading.Semaphore(10**6 if free else 0)
         self._busy = threading.Lock()
+        self.requests_of_round: int | None = None
+
+    @property
+    def round_size(self) -> int | None:
+        return self.requests_of_round
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
@@ -117,8 +122,8 @@ class Actor:
         self.parts, self.config, self.peers = parts, config, peers
         self.samples = samples
         self.servers = Servers(samples, parts, free=free)
-        self.opened = OpenBackend(self.servers, round_size=round_size)
-        self.policy = Policy(self.opened, asking_of(config))
+        self.servers.requests_of_round = round_size
+        self.policy = Policy(self.servers, asking_of(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.buffer = WatchedBuffer(keys, total)
         self.source = AsyncSource(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from learner.rollout.backend import Call, Journal, WeightsVersion
+from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -116,11 +116,13 @@ def test_call_expects_the_weights_that_were_pushed_last() -> None:
 # --- The policy -------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(RolloutBackend):
     """A backend that records its calls; pushes fail while it is `broken`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pushed: list[int] = []
+        self.repushed: list[int] = []
         self.seeds: list[int | None] = []
         self.requests: list[RolloutInferRequest] = []
         self.broken = False
@@ -137,12 +139,16 @@ class Recorder:
             raise RuntimeError("the push broke")
         self.pushed.append(version)
 
+    def repush_restarted(self) -> None:
+        self.repushed.append(self.version.newest)
+
     def close(self) -> None: ...
 
 
 def policy_of(backend: Recorder, version: int = 0) -> Policy:
     asking = Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5))
-    return Policy(OpenBackend(backend, WeightsVersion(version)), asking)
+    backend.version.newest = version
+    return Policy(backend, asking)
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
@@ -175,17 +181,15 @@ def test_failed_push_leaves_the_policy_stale_at_its_version() -> None:
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
 def test_servers_are_repaired_only_while_the_pushed_weights_are_the_newest() -> None:
-    repaired: list[int] = []
-    asking = Asking("Detect.", None, RequestConfig())
-    opened = OpenBackend(Recorder(), repush_restarted=lambda: repaired.append(policy.version))
-    policy = Policy(opened, asking)
+    backend = Recorder()
+    policy = policy_of(backend)
     policy.repush_restarted()
-    assert repaired == []
+    assert backend.repushed == []
     policy.push_if_stale()
     policy.repush_restarted()
     policy.mark_updated()
     policy.repush_restarted()
-    assert repaired == [1]
+    assert backend.repushed == [1]
 
 
 # --- The journal of calls and pushes -----------------------------------------------------

@@ -120,7 +120,7 @@ def test_reply_that_is_no_answer_is_a_problem_with_its_place(
 @pytest.mark.req("SYNC-04")
 def test_unreachable_server_is_waited_for_and_reported_with_what_to_do() -> None:
     url, clock = unused_url(), PausedClock()
-    client = RolloutClient(url, _LIMIT_S, sleep=clock.sleep, clock=clock)
+    client = RolloutClient(url, _LIMIT_S, clock=clock)
     with client, pytest.raises(ContractError) as caught:
         client.wait_until_pushable()
     assert _LIMIT_S <= clock.now < _LIMIT_S + max(clock.pauses)
@@ -140,7 +140,7 @@ def test_server_is_waited_for_until_it_can_be_pushed_to(
 ) -> None:
     route = respx_mock.get("/health/")
     route.side_effect = [response(STARTING)] * 3 + [response(last)]
-    with RolloutClient(URL, _LIMIT_S, sleep=lambda _: None) as client:
+    with RolloutClient(URL, _LIMIT_S, clock=PausedClock()) as client:
         client.wait_until_pushable()
     assert route.call_count == 4
 
@@ -160,7 +160,7 @@ def test_server_that_never_gets_ready_is_reported_with_its_answer(
 ) -> None:
     respx_mock.get("/health/").mock(response(reply))
     clock = PausedClock()
-    client = RolloutClient(URL, _LIMIT_S, sleep=clock.sleep, clock=clock)
+    client = RolloutClient(URL, _LIMIT_S, clock=clock)
     with client, pytest.raises(ContractError, match=found) as caught:
         client.wait_until_pushable()
     assert do in caught.value.do

@@ -20,13 +20,9 @@ from learner.config import dump_mapping, dump_resolved, load_mapping, merge, par
 from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.models.load import Offload
-from learner.rollout.colocate import (
-    ColocatedBackend,
-    learner_environment,
-    media_dirs,
-    place,
-    server_settings,
-)
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.colocate import learner_environment, media_dirs, place, server_settings
+from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.input_checks import check_backend, check_launcher
 from learner.types import RolloutOutput, Sample
@@ -528,7 +524,7 @@ def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
 # --- The backend ------------------------------------------------------------------------
 
 
-class Scene:
+class Scene(RolloutBackend):
     """Records, in order, the calls of the backend.
 
     fails: so many rollouts fail. keeps: so many times the server cannot free its memory.
@@ -536,6 +532,7 @@ class Scene:
     """
 
     def __init__(self, fails: int = 0, keeps: int = 0, restarts: bool = False) -> None:
+        super().__init__()
         self.calls: list[str] = []
         self.fails, self.keeps, self.restarts = fails, keeps, restarts
         self.starts = 1

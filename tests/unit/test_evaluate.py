@@ -30,8 +30,8 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import load_model
-from learner.rollout.backend import Call, Journal
-from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
+from learner.rollout.backend import Call, Journal, RolloutBackend
+from learner.rollout.policy import Asking, Policy, asking_of
 from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import read_inputs
@@ -240,10 +240,11 @@ def test_false_object_of_the_whole_image_is_oversized(
     assert found.oversized == oversized
 
 
-class Scripted:
+class Scripted(RolloutBackend):
     """A backend that gives the same answers. decoded: temperature and top_p of each call."""
 
-    def __init__(self, answers: list[list[int]]) -> None:
+    def __init__(self, answers: list[list[int]], journal: Journal | None = None) -> None:
+        super().__init__(journal)
         self.answers = answers
         self.decoded: list[tuple[float | None, float | None]] = []
 
@@ -269,7 +270,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
     }
     config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=sampled)
     backend = Scripted([encode(toy_tokenizer, "{}")])
-    policy = Policy(OpenBackend(backend), asking_of(config))
+    policy = Policy(backend, asking_of(config))
     logged: list[dict[str, Any]] = []
     policy.push_if_stale()
     one = [sample(CAT)]
@@ -289,8 +290,8 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     journal = Journal([ServerAddress(base_url="http://a:1", group_port=7)])
     journal.call(Call("http://a:1", 0, 4, 7, 2, "answered"))
     journal.push("http://a:1", False, report(1, "e-0", seconds=2.0))
-    backend = Scripted([encode(toy_tokenizer, "{}") for _ in inputs.val])
-    policy = Policy(OpenBackend(backend, journal=journal), Asking("Detect.", None, RequestConfig()))
+    backend = Scripted([encode(toy_tokenizer, "{}") for _ in inputs.val], journal)
+    policy = Policy(backend, Asking("Detect.", None, RequestConfig()))
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
     parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))

@@ -19,7 +19,7 @@ from learner.data.toy import ToyData
 from learner.models.packs import Pack, Segment
 from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats, Reader
-from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.rollout.policy import Policy, asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
 from learner.training.channels import ChannelB, Encoding
@@ -33,7 +33,7 @@ from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
 from tests.unit.small_run import small_config
-from tests.unit.streams import in_chunks
+from tests.unit.streams import InChunks
 from tests.unit.test_step import Parts, Scripted
 from tests.unit.watched_processor import WatchedProcessor
 
@@ -135,9 +135,8 @@ class Feeding:
         self.watched = WatchedProcessor(parts.loaded.processor)
         self.servers = Servers(samples, parts)
         self.channel_b = Assessing(encoding(parts, config, self.watched))
-        stream = None if round_size is None else in_chunks(self.servers, round_size)
-        opened = OpenBackend(self.servers, stream=stream, round_size=round_size)
-        self.policy = Policy(opened, asking_of(config))
+        backend = self.servers if round_size is None else InChunks(self.servers, round_size)
+        self.policy = Policy(backend, asking_of(config))
         self.packer = Packer(config.training, config.global_max_length)
 
     def chunks(self, step: int = 0) -> Iterator[list[str]]:

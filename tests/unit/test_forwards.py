@@ -20,7 +20,8 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.models.packs import Pack
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.pipeline import PackLoss
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.policy import Asking, Policy
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.recipes import Recipe
@@ -106,7 +107,7 @@ class Script(SynchronousRollouts):
         yield PackFeed(0, self._chunks, Payload)
 
 
-class Nobody:
+class Nobody(RolloutBackend):
     """A backend that is never asked."""
 
     def rollout(self, requests: Any, request_config: Any) -> list[RolloutOutput]:
@@ -125,7 +126,7 @@ def step(
     """One step of channel B over these packs, as `ran` then says."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    policy = Policy(OpenBackend(Nobody()), Asking("", None, RequestConfig()))
+    policy = Policy(Nobody(), Asking("", None, RequestConfig()))
     runner = StepRunner(config, Given(config, ran), policy, peers=peers, source=Script(packs))
     loss, report = runner.run(model, fixed_samples(samples), 0, Recording(ran))
     ran.loss = loss.item()

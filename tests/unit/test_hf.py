@@ -16,7 +16,6 @@ from transformers import (
 
 from learner.data.jsonl import build_request
 from learner.models.prompts import encode_request
-from learner.rollout.backend import Journal
 from learner.rollout.hf import HfBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
@@ -134,12 +133,10 @@ def test_beam_search_selects_exactly_one_rollout_response(
 def test_sampled_answers_come_in_batches_that_depend_on_their_first_seed(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
-    journal = Journal(servers=None)
-    outputs = backend_of(model, processor, decode_batch_size=2, journal=journal).rollout(
-        requests, SAMPLED
-    )
+    backend = backend_of(model, processor, decode_batch_size=2)
+    outputs = backend.rollout(requests, SAMPLED)
     assert [output.seed for output in outputs] == [5, 6, 7, 8, 9]
-    calls = journal.take()[0]["calls"]
+    calls = backend.journal.take()[0]["calls"]
     assert [(call["first"], call["count"], call["seed"]) for call in calls] == [
         (0, 2, 5),
         (2, 2, 7),

@@ -16,10 +16,11 @@ from torch.distributed import HashStore
 from learner.data.jsonl import build_request
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import GroupPeers, Timing
+from learner.distributed.waiting import Clock
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import shared_push
@@ -207,19 +208,24 @@ def ranks(
                 channels if number == 0 else [],
                 decode_batch_size,
                 journal,
-                partial(pause, ended),
                 differences,
                 peers,
+                clock=ShortPauses(ended),
                 **options,
             )
             made.append(Rank(peers, backend, journal))
         yield Ranks(rollouts, channels, made)
 
 
-def pause(ended: threading.Event, seconds: float) -> None:
-    """A short pause. ended: the watch of the process has ended it."""
-    if ended.wait(min(seconds, 0.02)):
-        raise SystemExit(1)
+class ShortPauses(Clock):
+    """ended: the watch of the process has ended it."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def sleep(self, seconds: float) -> None:
+        if self._ended.wait(min(seconds, 0.02)):
+            raise SystemExit(1)
 
 
 def begin(rank: Rank) -> None:
@@ -454,7 +460,7 @@ def test_processes_fill_the_servers_together_up_to_their_bound(
         def work(rank: Rank) -> int:
             begin(rank)
             rank.meet()
-            size = rank.backend.round_size()
+            size = rank.backend.round_size
             rank.ask(size)
             rank.ask(3 * size)
             rank.ask(5 * size, how="stream")
@@ -474,10 +480,7 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
     def work(rank: Rank) -> list[int]:
         asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
         rank.backend.connect()
-        backend = OpenBackend(
-            rank.backend, rank.backend.version, repush_restarted=rank.backend.repush_restarted
-        )
-        policy, answered = Policy(backend, asking), []
+        policy, answered = Policy(rank.backend, asking), []
         for step in range(3):
             policy.push_if_stale()
             number = 10 * step + rank.peers.rank

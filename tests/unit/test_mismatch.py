@@ -20,7 +20,7 @@ from learner.models.packs import Pack, Segment, make_pack
 from learner.objectives import logit_stats
 from learner.objectives.mismatch import Mismatch
 from learner.objectives.pipeline import PackLoss
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.runs.metrics import Payload, PhaseClock, StepReport, mismatch_payload
 from learner.stages.packing import Chunk
 from learner.stages.tokens import decode_exactly
@@ -212,7 +212,7 @@ class Packs(SynchronousRollouts):
 def step(
     config: Config, nats: tuple[float, float], peers: Peers = SINGLE_PROCESS, packs: int = 1
 ) -> StepReport:
-    policy = Policy(OpenBackend(Nobody()), Asking("", None, RequestConfig()))
+    policy = Policy(Nobody(), Asking("", None, RequestConfig()))
     recipe = Apart(config, nats)
     runner = StepRunner(config, recipe, policy, peers=peers, source=Packs(packs))
     model = nn.Linear(1, 1, bias=False)

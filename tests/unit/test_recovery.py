@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
-from learner.rollout.dispatch import FRUITLESS_RETURNS, LONGEST_WAIT_S, Dispatch, Job, ServerPool
+from learner.rollout.dispatch import FRUITLESS_RETURNS, LONGEST_WAIT_S, Dispatch, ServerPool
 from learner.rollout.server_handle import ATTEMPTS, Part, ServerHandle, ServerLost
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
@@ -140,7 +140,7 @@ def test_given_up_call_ends_while_the_server_still_generates() -> None:
             return one.ok(call)
 
         rollouts.faults.append(generate)
-        call = Job(requests(1), RequestConfig(), version=None).call(range(1))
+        call = InferCall(infer_requests=requests(1), request_id="call")
         with RolloutClient(server.base_url, live_interval_s=0.05) as client:
             handle = ServerHandle(client, Journal())
             for _ in range(2):
@@ -335,15 +335,14 @@ def test_returns_without_an_answer_between_them_end_the_run(
         rollouts, journal, clock = S(server), Journal(), PausedClock()
         times_lost = FRUITLESS_RETURNS + 2
         rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        handle = ServerHandle(client, journal, sleep=clock.sleep, clock=clock)
-        pool = ServerPool([handle], 1, 0.0, journal, sleep=clock.sleep, clock=clock)
+        handle = ServerHandle(client, journal, clock=clock)
+        pool = ServerPool([handle], 1, 0.0, journal, clock=clock)
 
         def reconnect() -> list[ServerHandle]:
             handle.reconnect(None)
             return pool.usable()
 
-        job = Job(requests(times_lost), RequestConfig(), version=None)
-        dispatch = Dispatch(job, pool, reconnect)
+        dispatch = Dispatch(requests(times_lost), RequestConfig(), None, pool, reconnect)
         if ends:
             with pytest.raises(RunError, match=f"came back {FRUITLESS_RETURNS} times"):
                 list(dispatch.chunks(times_lost))

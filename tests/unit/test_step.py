@@ -19,8 +19,8 @@ from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import Pipeline
-from learner.rollout.backend import Call, Journal
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.backend import Call, RolloutBackend
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
@@ -39,13 +39,14 @@ Gradients = dict[str, Tensor]
 PACKER = Packer.__module__
 
 
-class Scripted:
+class Scripted(RolloutBackend):
     """Answers each sample with its first object, and the second of every pair with garbage.
 
     done: pushes, rollouts and the close, in order. requests: of all rollouts. said: answers all.
     """
 
     def __init__(self, samples: Sequence[Sample], parts: "Parts") -> None:
+        super().__init__()
         self._samples = {sample.sample_id: sample for sample in samples}
         self._parts = parts
         self.done: list[str] = []
@@ -74,8 +75,8 @@ class Scripted:
         return rollout(prompt, encode(self._parts.loaded.tokenizer, self.said or text))
 
 
-def policy_over(backend: Scripted, **opened: Any) -> Policy:
-    return Policy(OpenBackend(backend, **opened), Asking("Detect.", None, RequestConfig()))
+def policy_over(backend: Scripted) -> Policy:
+    return Policy(backend, Asking("Detect.", None, RequestConfig()))
 
 
 class Parts:
@@ -200,15 +201,15 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
 def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    backend = Scripted(samples, parts)
+    class Sharing(Scripted):
+        @contextmanager
+        def serving(self) -> Iterator[None]:
+            self.done.append("takes the GPU")
+            yield
+            self.done.append("gives it back")
 
-    @contextmanager
-    def serving() -> Iterator[None]:
-        backend.done.append("takes the GPU")
-        yield
-        backend.done.append("gives it back")
-
-    runner = parts.runner(config_of(b_ratio=0.5), policy_over(backend, serving=serving))
+    backend = Sharing(samples, parts)
+    runner = parts.runner(config_of(b_ratio=0.5), policy_over(backend))
     hook = parts.loaded.model.register_forward_hook(lambda *_: backend.done.append("forward"))
     try:
         for step in range(4):
@@ -226,21 +227,19 @@ def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
 def test_a_b_step_logs_its_calls_with_the_seed_of_the_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    journal = Journal()
-
     class Noting(Scripted):
         def rollout(
             self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
         ) -> list[RolloutOutput]:
             first = request_config.seed or 0
-            journal.call(Call("http://a:1", 0, len(requests), first, 2, "answered"))
+            self.journal.call(Call("http://a:1", 0, len(requests), first, 2, "answered"))
             return super().rollout(requests, request_config)
 
     backend = Noting(samples, parts)
     asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
     logged: list[dict[str, Any]] = []
     config = config_of(b_ratio=0.5)
-    policy = Policy(OpenBackend(backend, journal=journal), asking)
+    policy = Policy(backend, asking)
     runner = StepRunner(config, parts.recipe(config), policy, logged.append)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
     bases = [rollout_seed_base(11, step) for step in (1, 3)]

@@ -11,7 +11,7 @@ import pytest
 from learner.config import load_config
 from learner.models.packs import Segment
 from learner.rollout.distribution import CHUNKS_AHEAD
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
@@ -95,8 +95,7 @@ class NoTraining(ChannelB):
 def step_of(run: Fleet, count: int, rank: int = 0) -> Iterator[tuple[NoTraining, Iterator[object]]]:
     """Channel B of step 3 with `count` samples, and its chunks of packs."""
     asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
-    backend = run.backend
-    policy = Policy(OpenBackend(backend, backend.version, stream=backend.stream), asking)
+    policy = Policy(run.backend, asking)
     channel, packer = NoTraining(), Packer(load_config(WARMUP).training, 1024)
     source = SynchronousRollouts(policy, channel, packer, seed=5, rank=rank)
     samples = [Sample(str(number), (), 64, 64, ()) for number in range(count)]
@@ -231,7 +230,6 @@ def test_a_stream_of_no_requests_sends_nothing_and_one_before_the_push_is_a_defe
     with fleet(1) as run:
         assert list(run.backend.stream([], CONFIG)) == []
         assert requested(run) == set()
-        opened = OpenBackend(run.backend, run.backend.version, stream=run.backend.stream)
-        policy = Policy(opened, Asking("Detect.", None, RequestConfig()))
+        policy = Policy(run.backend, Asking("Detect.", None, RequestConfig()))
         with pytest.raises(AssertionError, match="push_if_stale comes before"):
             next(policy.stream([Sample("0", (), 64, 64, ())], seed=1))

@@ -13,11 +13,11 @@ from torch.distributed import HashStore
 
 import learner.distributed.waiting
 from learner.distributed.process_group import GroupPeers, Timing
-from learner.distributed.waiting import reporting_waits, waiting_for
-from learner.rollout.backend import ANSWERED, Call, Journal
+from learner.distributed.waiting import Clock, reporting_waits, waiting_for
+from learner.rollout.backend import ANSWERED, Call, Journal, RolloutBackend
 from learner.rollout.client import RolloutClient
 from learner.rollout.dispatch import ServerPool
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.server_handle import ServerHandle
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
@@ -106,27 +106,28 @@ def test_wait_for_a_lost_server_is_reported_with_the_reason(output: Lines) -> No
         handle = ServerHandle(client, Journal())
         handle.lose("connection refused")
 
-        def pause(_: float) -> None:
-            output.wait(words)
+        class Pausing(Clock):
+            def sleep(self, seconds: float) -> None:
+                output.wait(words)
 
-        pool = ServerPool([handle], 1, _LIMIT_S, Journal(), sleep=pause)
+        pool = ServerPool([handle], 1, _LIMIT_S, Journal(), clock=Pausing())
         assert pool.wait_for(lambda: [handle] if output.lines else []) == [handle]
     assert output.wait(words).endswith(f": {server.base_url}: connection refused")
 
 
-class Slow:
+class Slow(RolloutBackend):
     """A backend that answers one by one, each time after a line about it."""
 
-    def __init__(self, journal: Journal, report: Callable[[str], object]) -> None:
-        self._journal = journal
+    def __init__(self, report: Callable[[str], object]) -> None:
+        super().__init__()
         self._report = report
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], _: RequestConfig
     ) -> list[RolloutOutput]:
         for index in range(len(requests)):
-            self._journal.call(Call("http://a:1", index, 1, None, 1, "timeout"))
-            self._journal.call(Call("http://a:1", index, 1, None, 2, ANSWERED))
+            self.journal.call(Call("http://a:1", index, 1, None, 1, "timeout"))
+            self.journal.call(Call("http://a:1", index, 1, None, 2, ANSWERED))
             self._report(f"{index + 1} of {len(requests)} are there, ")
         return [RolloutOutput([1], [2], "", "stop", False, (1, 1), 0) for _ in requests]
 
@@ -137,10 +138,7 @@ class Slow:
 
 
 def policy_of(report: Callable[[str], object]) -> Policy:
-    journal = Journal()
-    return Policy(
-        OpenBackend(Slow(journal, report), journal=journal), Asking("", None, RequestConfig())
-    )
+    return Policy(Slow(report), Asking("", None, RequestConfig()))
 
 
 SAMPLES = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, Policy
 from learner.rollout.server import ServerBackend
 from learner.types import Sample
 from rollout_server.engines.vllm import environment as engine_environment
@@ -32,7 +32,7 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
         backend = ServerBackend(clients, channels, 8, journal)
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9))
         backend.connect()
-        policy = Policy(OpenBackend(backend, backend.version, journal=journal), asking)
+        policy = Policy(backend, asking)
         policy.push()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(4)], seed=1000)
         record, _ = policy.take_notes()

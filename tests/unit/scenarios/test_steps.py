@@ -15,7 +15,7 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.distributed.peers import Peers
-from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.rollout.policy import Policy, asking_of
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
@@ -58,8 +58,8 @@ def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
 
     parts.loaded.model.register_forward_pre_hook(note, with_kwargs=True)
     samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
-    opened = open_backend(config, parts.loaded, [], tmp_path, samples)
-    parts.step(parts.runner(config, Policy(opened, asking_of(config))), samples)
+    backend = open_backend(config, parts.loaded, [], tmp_path, samples)
+    parts.step(parts.runner(config, Policy(backend, asking_of(config))), samples)
     assert (generating, learning) == ({decode_batch_size}, {1})
     old = "custom.extra.rollout_matching.decode_batch_size"
     assert only_error(changed(old, 4)).do == "Use rollout_matching.decode_batch_size"
@@ -123,7 +123,7 @@ class Run:
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
         self.backend = Counted(inputs.train, parts, self.events)
-        policy = Policy(OpenBackend(self.backend), asking_of(config))
+        policy = Policy(self.backend, asking_of(config))
         run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
         self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)

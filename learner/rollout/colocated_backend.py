@@ -1,0 +1,131 @@
+"""The backend over the learner's own server; it decides which side has the GPUs' memory (ROLL-03).
+
+    serving   the learner moves away what `offload` names; the server takes its memory back, for a
+              push (the weights first, then the KV cache) or for answers
+    else      the server gives its memory up; the learner has its own
+
+All learner processes enter and leave `serving` together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.client import RolloutClient
+from learner.rollout.server_process import SupervisedServer
+from learner.types import RolloutOutput
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+
+T = TypeVar("T")
+
+
+class ColocatedBackend(RolloutBackend):
+    """The backend of servers, with the one server of the learner.
+
+    own: the server; None in every process but process 0.
+    room: frees memory of the learner while the server works. memory: of the server, which gives it
+    up while the learner works; None where it keeps it, as on the CPU. peers: the learner processes.
+    """
+
+    def __init__(
+        self,
+        servers: RolloutBackend,
+        own: SupervisedServer | None,
+        room: Callable[[], AbstractContextManager[None]],
+        memory: RolloutClient | None = None,
+        peers: Peers = SINGLE_PROCESS,
+    ) -> None:
+        super().__init__(servers.journal)
+        self.version = servers.version
+        self.repeat_terminate_active = servers.repeat_terminate_active
+        self._servers = servers
+        self._own = own
+        self._room = room
+        self._memory = memory
+        self._peers = peers
+        self._is_serving = False
+        self._asleep = False
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The server has the device within the block, and the learner afterwards.
+
+        Every push and rollout is one by itself; a block around several moves the memory once.
+        """
+        if self._is_serving:
+            yield
+            return
+        with self._room():
+            self._is_serving = True
+            try:
+                self._peers.all_gather(lambda: None)  # every process has made room
+                yield
+            except BaseException:
+                if self._memory is not None:
+                    with suppress(RunError, ContractError):
+                        self._memory.sleep()
+                        self._asleep = True
+                raise
+            else:
+                self.sleep()
+            finally:
+                self._is_serving = False
+
+    def sleep(self) -> None:
+        """Have the server give its memory up, once every process has its answers."""
+        self._peers.all_gather(lambda: None)
+        if self._memory is not None:
+            broadcast_from_rank0(self._peers, partial(self._working, self._sleep))
+            self._asleep = True
+
+    def _sleep(self) -> None:
+        assert self._memory is not None
+        self._memory.sleep()
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        with self.serving():
+            if self._memory is not None and self._asleep:
+                self._working(self._memory.wake_up)
+                self._asleep = False
+            return self._working(partial(self._servers.rollout, requests, request_config))
+
+    def push_weights(self, version: int) -> None:
+        with self.serving():
+            self._working(partial(self._servers.push_weights, version))
+            self._asleep = False
+
+    def close(self) -> None:
+        try:
+            self._servers.close()
+        finally:
+            if self._own is not None:
+                self._own.stop()
+
+    def _working(self, work: Callable[[], T]) -> T:
+        """Return the work's result. A start may take longer than other servers are waited for.
+
+        Several processes do not repeat work that failed: each waits for the others in it.
+
+        Raises what `work` raises, or why the server is gone for good.
+        """
+        while self._own is not None:
+            self._own.await_ready()
+            starts = self._own.starts
+            try:
+                return work()
+            except RunError as error:
+                if self._peers.count > 1:
+                    raise
+                try:
+                    self._own.check()
+                except RunError as reason:
+                    raise reason from error
+                if self._own.starts == starts:
+                    raise
+        return work()
