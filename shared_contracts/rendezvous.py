@@ -1,4 +1,4 @@
-"""The handshake before a weight group forms, which both programs run (FULL-07).
+"""How the ranks of a weight group join it, in both programs (FULL-07).
 
 Nothing can interrupt a rank inside `ncclCommInitRank`. So no rank enters it before every rank has
 imported what it needs, has chosen its device and has said so at the store of the server.
@@ -9,7 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
+
+from shared_contracts.machine import address_towards
+from shared_contracts.weights import InitCommunicator, group_prefix
 
 _POLL_S = 0.01
 # Torch reads this when it makes an NCCL group.
@@ -23,6 +27,40 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> object: ...
 
     def check(self, keys: list[str], /) -> bool: ...
+
+
+def join_ranks(
+    torch: Any,
+    store: Store,
+    init: InitCommunicator,
+    rank: int,
+    number: int,
+    device: Any,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Join a process group of torch; return it once all of its ranks have joined.
+
+    torch: the module, which this package does not import. store: `TCPStore` of the rendezvous.
+    number: of the group, which has one sender. device: of its buckets; with NCCL it is current.
+    Raises as `meet`.
+    """
+    distributed, ranks = torch.distributed, init.world_size // init.senders
+    timeout = timedelta(seconds=init.timeout_s)
+    prefixed = distributed.PrefixStore(group_prefix(number), store)
+    meet(prefixed, rank, ranks, init.timeout_s, given_up)
+    if init.transport == "nccl":
+        nccl = distributed.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        with _without_watchdog():
+            group = distributed.ProcessGroupNCCL(prefixed, rank, ranks, nccl)
+    else:
+        gloo = distributed.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        host = address_towards(init.host)
+        gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+        group = distributed.ProcessGroupGloo(prefixed, rank, ranks, gloo)
+    group.allreduce(torch.zeros(1, device=device)).wait(timeout)
+    return group
 
 
 def meet(
@@ -50,7 +88,7 @@ def meet(
 
 
 @contextmanager
-def without_watchdog() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     """Have an NCCL group that is made inside raise its errors where its work is waited for.
 
     Otherwise a thread of torch ends the process: of a learner when its server is lost, and of an

@@ -50,7 +50,7 @@ class Served:
     def streaming(self, text: str = "a forever") -> Iterator[Iterator[str]]:
         """The pieces of a stream after its first one."""
         with self.http.stream("POST", CHAT, json={"text": text, "stream": "yes"}) as answer:
-            assert (answer.status_code, answer.headers["x-weights-version"]) == (200, "0")
+            assert answer.status_code == 200
             pieces = answer.iter_text(1)
             assert next(pieces) == "a"
             yield pieces
@@ -152,14 +152,12 @@ print(*[name for name in sys.modules if name.partition(".")[0] == "vllm"])
 
 
 @pytest.mark.req("OAI-01")
-def test_chat_completion_has_the_weights_version_and_is_counted(served: Served) -> None:
-    answer = served.chat("one two three")
-    assert (answer.json(), answer.headers["x-weights-version"]) == (["one", "two", "three"], "0")
+def test_chat_completion_is_counted(served: Served) -> None:
+    assert served.chat("one two three").json() == ["one", "two", "three"]
     with served.streaming("a b c") as pieces:
         assert "".join(pieces) == "bc"
     served.wait_for('rollout_calls_total{outcome="answered"}', 2)
-    models = served.http.get("/v1/models/")
-    assert (models.json(), models.headers["x-weights-version"]) == (id(served.engines[0]), "0")
+    assert served.http.get("/v1/models/").json() == id(served.engines[0])
 
 
 @pytest.mark.req("OAI-01")

@@ -107,8 +107,8 @@ def install(patch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
     cuda = {"is_initialized": lambda: True, "current_device": lambda: 0, "set_device": set_device}
     faked = {"device": lambda *_: torch.zeros(0).device, "cuda": SimpleNamespace(**cuda)}
     faked["accelerator"] = SimpleNamespace(set_device_index=set_device)
+    patch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl)
     for module in (sender, receiver):
-        patch.setattr(module, "ProcessGroupNCCL", Nccl)
         patch.setattr(module, "torch", SimpleNamespace(**vars(torch) | faked))
     yield Nccl
     Nccl.over.set()

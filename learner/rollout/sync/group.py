@@ -18,18 +18,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import (
-    DistError,
-    PrefixStore,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
-    TCPStore,
-)
+from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
 from shared_contracts.digests import digest, positions_of
-from shared_contracts.machine import address_towards
-from shared_contracts.rendezvous import meet, without_watchdog
+from shared_contracts.rendezvous import join_ranks
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -38,7 +31,6 @@ from shared_contracts.weights import (
     ParameterMeta,
     SharedMemory,
     attempt_key,
-    group_prefix,
     plan_buckets,
 )
 
@@ -58,25 +50,10 @@ def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 
     given_up: set when the call was refused. number: of this learner process among the senders.
     """
     store = _open_store(body, given_up)
-    timeout = timedelta(seconds=body.timeout_s)
-    ranks = body.world_size // body.senders
-    prefixed = PrefixStore(group_prefix(number), store)
     device = torch.device("cpu")
     if body.transport == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    meet(prefixed, 0, ranks, body.timeout_s, given_up.is_set)
-    group: ProcessGroup
-    if body.transport == "nccl":
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        with without_watchdog():
-            group = ProcessGroupNCCL(prefixed, 0, ranks, nccl)
-    else:
-        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = timeout
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(body.host))]
-        group = ProcessGroupGloo(prefixed, 0, ranks, gloo)
-    group.allreduce(torch.zeros(1, device=device)).wait(timeout)  # all have joined
+    group = join_ranks(torch, store, body, 0, number, device, given_up.is_set)
     kind = SharedMemoryGroup if body.transport == "ipc" else Group
     return kind(group, body, device)
 

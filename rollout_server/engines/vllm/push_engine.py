@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, ProcessGroupNCCL, TCPStore
+from torch.distributed import TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -34,15 +34,13 @@ from vllm.model_executor.model_loader.reload import (
 
 from rollout_server.runtime.processes import die_with_parent
 from shared_contracts.digests import digest, positions_of
-from shared_contracts.machine import address_towards
-from shared_contracts.rendezvous import meet, without_watchdog
+from shared_contracts.rendezvous import join_ranks
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
     InitCommunicator,
     ParameterMeta,
     SharedMemory,
-    group_prefix,
     plan_buckets,
 )
 
@@ -180,26 +178,12 @@ def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Gr
     """
     timeout = timedelta(seconds=info.timeout_s)
     store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    share = (info.world_size - info.senders) // info.senders
-    number, rank, ranks = worker // share, 1 + worker % share, 1 + share
-    prefixed = PrefixStore(group_prefix(number), store)
+    share = info.world_size // info.senders - 1
     buckets_on = torch.device("cpu")
     if info.transport == "nccl":
         torch.accelerator.set_device_index(device)
         buckets_on = device
-    meet(prefixed, rank, ranks, info.timeout_s)
-    group: ProcessGroup
-    if info.transport == "nccl":
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        with without_watchdog():
-            group = ProcessGroupNCCL(prefixed, rank, ranks, nccl)
-    else:
-        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = timeout
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(info.host))]
-        group = ProcessGroupGloo(prefixed, rank, ranks, gloo)
-    group.allreduce(torch.zeros(1, device=buckets_on)).wait(timeout)  # all have joined
+    group = join_ranks(torch, store, info, 1 + worker % share, worker // share, buckets_on)
     kind = SharedMemoryGroup if info.transport == "ipc" else Group
     return kind(group, info.timeout_s, buckets_on)
 
