@@ -4,7 +4,7 @@
     waiting_for("a push")    around a block that may take long
 
 A line names the wait, its start and its state; of nested waits, the innermost one of each thread.
-`Clock` is the time of a wait; `use_passive_wait` is about idle OpenMP threads. Imports no torch.
+`use_passive_wait` is about idle OpenMP threads. Imports no torch.
 """
 
 import os
@@ -15,19 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 EVERY_S = 20.0
-
-
-class Clock:
-    """`clock()` is the time in seconds, and `clock.sleep` a pause. Tests give another one."""
-
-    def __call__(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
-CLOCK = Clock()
 
 
 @dataclass(eq=False)

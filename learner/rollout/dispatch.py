@@ -18,8 +18,9 @@ from typing import TypeVar
 from uuid import uuid4
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.distributed.waiting import CLOCK, Clock, waiting_for
+from learner.distributed.waiting import waiting_for
 from learner.rollout.backend import Journal
+from learner.rollout.clock import CLOCK, Clock
 from learner.rollout.distribution import CHUNKS_AHEAD, cut, next_call, plan_chunks, rank_caps
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.server_handle import Part, ServerHandle, ServerLost

@@ -16,10 +16,10 @@ from itertools import chain
 from typing import TypeVar
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
-from learner.distributed.waiting import CLOCK, Clock
 from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, RolloutBackend, WeightChannel
 from learner.rollout.client import RolloutClient
+from learner.rollout.clock import CLOCK, Clock
 from learner.rollout.dispatch import Dispatch, ServerPool
 from learner.rollout.distribution import part_size, rank_chunk_size
 from learner.rollout.parallel_calls import in_parallel

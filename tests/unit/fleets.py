@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from learner.data.jsonl import build_request
-from learner.distributed.waiting import Clock
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
+from learner.rollout.clock import Clock
 from learner.rollout.server import ServerBackend
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.types import RolloutOutput, Sample

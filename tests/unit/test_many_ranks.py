@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 from learner.data.jsonl import build_request
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import GroupPeers, Timing
-from learner.distributed.waiting import Clock
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
+from learner.rollout.clock import Clock
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.server import ServerBackend

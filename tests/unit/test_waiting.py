@@ -13,9 +13,10 @@ from torch.distributed import HashStore
 
 import learner.distributed.waiting
 from learner.distributed.process_group import GroupPeers, Timing
-from learner.distributed.waiting import Clock, reporting_waits, waiting_for
+from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, Journal, RolloutBackend
 from learner.rollout.client import RolloutClient
+from learner.rollout.clock import Clock
 from learner.rollout.dispatch import ServerPool
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.server_handle import ServerHandle
