@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.serving.telemetry import GENERATING, CallRecord, Telemetry
+from rollout_server.serving.telemetry import CLIENT_GONE, GENERATING, CallRecord, Telemetry
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger("rollout_server.access")
@@ -39,24 +39,34 @@ class AccessLog:
     async def _record(self, record: CallRecord, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["call_record"] = record
         problem = bytearray()
-        is_problem = False
+        is_problem = is_complete = is_gone = False
 
-        async def observe(message: Message) -> None:
-            nonlocal is_problem
+        async def receive_noting() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone |= message["type"] == "http.disconnect" and not is_complete
+            return message
+
+        async def send_noting(message: Message) -> None:
+            nonlocal is_problem, is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = Headers(raw=message["headers"])
                 is_problem = headers.get("content-type") == PROBLEM_MEDIA_TYPE
-            elif is_problem:
-                problem.extend(message.get("body", b""))
+            else:
+                is_complete = not message.get("more_body", False)
+                if is_problem:
+                    problem.extend(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, observe)
+            await self._app(scope, receive_noting, send_noting)
         except Exception:
             record.status, record.problem = 500, "internal"  # Starlette's outermost answer
             raise
         finally:
+            if is_gone:
+                record.status = CLIENT_GONE
             if problem:
                 record.problem = Problem.model_validate_json(problem).kind
             self._telemetry.count_call(record)

@@ -7,14 +7,13 @@ refusals of this server are problem documents.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
 from rollout_server.http.guards import ConcurrencyLimit
@@ -23,10 +22,8 @@ from rollout_server.runtime.concurrency import handed_over
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.infer import Turns, charged, least_loaded
 from rollout_server.serving.pool import Pool
-from rollout_server.serving.telemetry import CHAT, CLIENT_GONE, CallRecord
+from rollout_server.serving.telemetry import CHAT, CallRecord
 from shared_contracts.errors import ProblemError
-
-logger = logging.getLogger(__name__)
 
 MODELS = "/v1/models"
 
@@ -115,26 +112,6 @@ class _AppResponse(Response):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        complete = gone = False
-
-        async def observed() -> Message:
-            nonlocal gone
-            message = await receive()
-            gone |= message["type"] == "http.disconnect" and not complete
-            return message
-
-        async def sent(message: Message) -> None:
-            nonlocal complete
-            complete = message["type"] == "http.response.body" and not message.get("more_body")
-            await send(message)
-
         _record.set(self._record)
-        try:
-            with self._held:
-                await self._app({**scope}, observed, sent)
-        except Exception:
-            if not complete:
-                raise
-            logger.exception("OpenAI's routes answered 500")
-        if gone:
-            self._record.status = CLIENT_GONE
+        with self._held:
+            await self._app({**scope}, receive, send)
