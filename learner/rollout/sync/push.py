@@ -102,7 +102,7 @@ class WeightPusher:
         self._gpu = CurrentGpu()
         self._ready: CommunicatorReady | None = None
         self._group: Group | None = None
-        self._attempt: str | None = None  # of the newest group; also after it was abandoned
+        self._attempt = ""  # of the newest group, also after it was abandoned; empty without one
         self.senders = 0
         self._leaving = threading.Lock()
         self._closed = False
@@ -135,7 +135,7 @@ class WeightPusher:
             senders=senders,
             attempt=uuid4().hex,
             learner=f"the learner on {socket.gethostname()} (process {os.getpid()})",
-            replaces=self._attempt,
+            replaces=self._attempt or None,
             transport=transport,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
@@ -173,7 +173,7 @@ class WeightPusher:
             self._closed = True
         had_group = self._group is not None
         self.abandon()
-        if had_group and self._attempt is not None:
+        if had_group:
             with suppress(ContractError, *SERVER_ERRORS):
                 self._client.close_communicator(GroupCall(attempt=self._attempt))
 
@@ -221,7 +221,6 @@ class WeightPusher:
 
     def start(self, version: int, parameters: list[ParameterMeta]) -> None:
         """Send the manifest; the server drains and pauses."""
-        assert self._attempt is not None
         body = StartWeightUpdate(attempt=self._attempt, version=version, parameters=parameters)
         self._phase("start", lambda: self._client.start_weight_update(body))
 
@@ -229,7 +228,6 @@ class WeightPusher:
         self, parameters: list[ParameterMeta], weights: Iterator[tuple[str, Tensor]]
     ) -> None:
         """Send the weights while the server receives and loads them."""
-        assert self._attempt is not None
         call, group = GroupCall(attempt=self._attempt), self._group
         if group is None:  # another thread has abandoned it
             raise self._broken("learner", "transfer", ConnectionAbortedError(_ABANDONED))
@@ -241,14 +239,12 @@ class WeightPusher:
 
     def finish(self) -> SyncReport:
         """Have the server answer with the new weights."""
-        assert self._attempt is not None
         call = GroupCall(attempt=self._attempt)
         return self._phase("finish", lambda: self._client.finish_weight_update(call))
 
     def _push_adapter(
         self, source: WeightSource, ready: CommunicatorReady, version: int
     ) -> SyncReport:
-        assert self._attempt is not None
         assert source.adapter is not None
         tensors = {name: tensor.contiguous() for name, tensor in source.tensors(ready.dtype)}
         content = save(tensors, metadata={ADAPTER_KEY: source.adapter.model_dump_json()})
