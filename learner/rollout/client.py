@@ -4,6 +4,7 @@
     infer                      without a deadline by default, while `/live/` answers
 
     ServerUnreachable    no connection, or no whole answer within the deadline
+      ConnectionBroken   the connection ended before the whole answer had arrived
     ProblemError         the server refused, or the answer breaks the contract
       OtherWeights       the server has other weights than the call expects (WIRE-03)
       TooManyCalls       the server is busy
@@ -14,7 +15,9 @@ environment; no message shows it.
 """
 
 import asyncio
+import html
 import os
+import re
 import socket
 import ssl
 import threading
@@ -75,13 +78,19 @@ _KEEP_ALIVE = [
 ]
 _UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
 _TEMPORARY = (_TOO_MANY, 502, 503, 504)
+_HTML_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _EXCERPT_CHARACTERS = 200
+_FOREIGN = "about:blank"
 _ANY_ADDRESS = "0.0.0.0"
 _BASE_URL = "rollout_matching.vllm.server.servers[].base_url"
 
 
 class ServerUnreachable(RunError):
     """A call that did not reach the server, or whose answer did not arrive."""
+
+
+class ConnectionBroken(ServerUnreachable):
+    """A connection that ended before the whole answer had arrived."""
 
 
 class OtherWeights(ProblemError):
@@ -115,6 +124,13 @@ def may_pass(error: BaseException) -> bool:
 def needs_push(error: BaseException) -> bool:
     """Return whether the server only needs a full push of weights."""
     return isinstance(error, ProblemError) and error.problem.kind == "push-needed"
+
+
+def may_be_of_a_proxy(error: BaseException) -> bool:
+    """Return whether a proxy that ends long calls can cause this error."""
+    if isinstance(error, ProblemError):
+        return error.problem.status in (502, 504) and error.problem.type == _FOREIGN
+    return isinstance(error, ConnectionBroken)
 
 
 class RolloutClient:
@@ -355,6 +371,8 @@ class RolloutClient:
                         raise ProblemError(_foreign(response, where, found))
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerUnreachable(f"{where}: timed out") from error
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+            raise ConnectionBroken(f"{where}: {_reason(error)}") from error
         except httpx.RequestError as error:
             raise ServerUnreachable(f"{where}: {_reason(error)}") from error
         if not response.is_success:
@@ -452,8 +470,10 @@ def _fault(error: ValueError) -> str:
 
 
 def _excerpt(content: bytes) -> str:
-    """Return the start of a foreign body in one line."""
+    """Return the start of a foreign body in one line; of an HTML page its title."""
     text = content[:4096].decode(errors="replace")
+    if title := _HTML_TITLE.search(text):
+        text = f"an HTML page: {html.unescape(title[1])}"
     return printable(" ".join(text.split()), most=_EXCERPT_CHARACTERS)
 
 
@@ -461,7 +481,7 @@ def _foreign(response: httpx.Response, where: str, detail: str) -> Problem:
     """Return an answer outside of the contract as a problem."""
     title = "Not an answer of a rollout server" if response.is_success else response.reason_phrase
     return Problem(
-        type="about:blank",
+        type=_FOREIGN,
         title=printable(title, most=_EXCERPT_CHARACTERS),
         status=response.status_code,
         detail=detail,

@@ -328,6 +328,9 @@ class ScriptedRollouts:
     def gateway(self, call: InferCall) -> Reply:
         return 502, "<html>bad gateway</html>"
 
+    def gateway_timeout(self, call: InferCall) -> Reply:
+        return 504, "<title>504 Gateway Time-out</title>"
+
     def too_many(self, call: InferCall) -> Reply:
         return *problem("too-many-calls", "try again", INFER), {"Retry-After": "3"}
 

@@ -15,6 +15,7 @@ import respx
 
 from learner.rollout import client as client_module
 from learner.rollout.client import (
+    ConnectionBroken,
     OtherWeights,
     RolloutClient,
     ServerUnreachable,
@@ -85,7 +86,10 @@ def unused_url() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-BAD_GATEWAY = "<html>\n<title>502 Bad Gateway</title>"
+BAD_GATEWAY = (
+    "<!DOCTYPE html>\n<html><head>\n<title>502 Bad Gateway\n &amp; more</title>"
+    "<style>b {color: red}</style></head><body><h1>502</h1><hr>nginx</body></html>"
+)
 FOREIGN = (200, "Not an answer of a rollout server")
 
 
@@ -94,7 +98,7 @@ FOREIGN = (200, "Not an answer of a rollout server")
     ("reply", "kind", "detail", "place"),
     [
         (problem("invalid-request", "no", "at"), PROBLEM_TITLES["invalid-request"], "no", " at"),
-        ((502, BAD_GATEWAY), (502, "Bad Gateway"), "<html> <title>502 Bad Gateway</title>", ""),
+        ((502, BAD_GATEWAY), (502, "Bad Gateway"), "an HTML page: 502 Bad Gateway & more", ""),
         ("<html>hello</html>", FOREIGN, "<html>hello</html>", ""),
         ([], FOREIGN, "0 envelopes for 1 requests", ""),
     ],
@@ -489,6 +493,7 @@ FAULTS = [
     ("route", "reply", "found"),
     [
         ("GET /info/", "", ""),
+        ("GET /info/", "<title>502</title>", "an HTML page: 502"),
         ("GET /info/", " " * 200_000, "longer than 100000 bytes"),
         (INFER, " " * 200_000, "longer than 100000 bytes"),
         (INFER, "[" * 50_000, "[[["),
@@ -543,14 +548,15 @@ def test_call_for_rollouts_bounds_connecting_alone(respx_mock: respx.MockRouter)
 
 @pytest.mark.req("DIST-05")
 @pytest.mark.parametrize("reply", [HangUp(), HangUp(after=HONEST[INFER])])
-def test_cut_connection_and_a_refused_one_are_servers_that_cannot_be_reached(
+def test_cut_connection_differs_from_a_server_that_cannot_be_reached(
     server: ScriptedServer, reply: Reply
 ) -> None:
     server.routes[INFER] = lambda _: reply
-    with RolloutClient(server.base_url) as client, pytest.raises(ServerUnreachable):
+    with RolloutClient(server.base_url) as client, pytest.raises(ConnectionBroken):
         client.infer(CALL)
     with RolloutClient(unused_url()) as client, pytest.raises(ServerUnreachable) as caught:
         client.infer(CALL)
+    assert not isinstance(caught.value, ConnectionBroken)
     assert "Connection refused" in str(caught.value)
 
 
