@@ -276,6 +276,23 @@ class Target:
     departures: list[Departure] = field(default_factory=list)
 
 
+class Reward(NamedTuple):
+    """What an answer is worth, and how it compares with the other answers of its group (GROUP-01).
+
+    f1: F1@mIoU of this answer, in [0, 1]. duplicates, oversized, invalid: shares of its entries, in
+    [0, 1]. total: the weighted sum. spread: the standard deviation of `total` over the group.
+    advantage: `total` relative to the group.
+    """
+
+    f1: float
+    duplicates: float
+    oversized: float
+    invalid: float
+    total: float
+    spread: float = 0.0
+    advantage: float = 0.0
+
+
 class AssessedRollout(NamedTuple):
     """An answer, its objects, how they were matched, and its target.
 
@@ -283,6 +300,7 @@ class AssessedRollout(NamedTuple):
         None without a clean prefix.
     target: None if the answer is not trained on; left_out is the reason.
     chunk: number of its part of the step, from 0.
+    reward: where the answers of a sample are a group.
     """
 
     sample: Sample
@@ -293,6 +311,7 @@ class AssessedRollout(NamedTuple):
     left_out: str | None = None
     chunk: int = 0
     duplicates: tuple[Duplicate, ...] | None = None
+    reward: Reward | None = None
 
     @property
     def truncated(self) -> bool:

@@ -6,7 +6,7 @@ the same samples in the same order, and is evaluated on the same scenes.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
@@ -18,7 +18,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
 class Arm:
     """key: name of its folders. b_ratio: fraction of its steps that are channel B.
 
-    prefix: as in `stage2_ab.channel_b`. unlikelihood: `duplicate_ul` is declared.
+    prefix: as in `stage2_ab.channel_b`. unlikelihood: `duplicate_ul` is declared. rewards: `alone`
+    are the objective of channel B, or are declared `beside` its other modules; None: there are no
+    groups of answers. learning_rate: None for that of the demo.
     """
 
     key: str
@@ -26,6 +28,8 @@ class Arm:
     b_ratio: float
     prefix: str = "verbatim"
     unlikelihood: bool = False
+    rewards: Literal["alone", "beside"] | None = None
+    learning_rate: float | None = None
 
 
 BASE = Arm("a_alone", "channel A alone", 0.0)
@@ -36,6 +40,8 @@ ARMS = (
     Arm("clean_75", "0.75, clean prefix", 0.75, "clean"),
     Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, "clean", unlikelihood=True),
     Arm("matched", "0.25, prefix of matched objects", 0.25, "matched"),
+    Arm("group", "groups of 8 answers, rewards alone", 1.0, rewards="alone", learning_rate=3e-5),
+    Arm("both", "0.25, groups of 8 answers, missed objects", 0.25, rewards="beside"),
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
 
@@ -72,6 +78,37 @@ TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
 PLANS = {"full": FULL, "unlabelled": UNLABELLED, "small": SMALL, "trial": TRIAL}
 
 
+# Nothing of it has been tuned.
+POLICY_GRADIENT = {
+    "name": "policy_gradient",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"clip_low": 0.2, "clip_high": 0.28, "kl_weight": 0.0},
+}
+# A step has as many samples as one of every other arm, and so eight times as many answers.
+GROUPED: dict[str, Any] = {
+    "custom": {"trainer_variant": "stage2_group_relative"},
+    "group_relative": {
+        "group_size": 8,
+        "advantage": "mean_std",
+        "reward": {
+            "f1_weight": 1.0,
+            "duplicate_weight": 0.5,
+            "duplicate_iou": 0.9,
+            "oversized_weight": 0.5,
+            "oversized_share": 0.95,
+            "invalid_weight": 0.5,
+        },
+    },
+    "rollout_matching": {
+        "decode_mode": "sampling",
+        "decoding": {"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        "logprobs": True,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Files and server of a run. model: the checkpoint it starts from. data: folder of a world."""
@@ -99,6 +136,9 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
     objective = mapping["stage2_ab"]["pipeline"]["objective"]
     if not arm.unlikelihood:
         objective = [module for module in objective if module["name"] != "duplicate_ul"]
+    if arm.rewards is not None:
+        beside = objective if arm.rewards == "beside" else []
+        objective = [*beside, POLICY_GRADIENT]
     sections: dict[str, Any] = {
         "training": {
             "max_steps": plan.longest if arm is BASE else plan.steps,
@@ -115,6 +155,10 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
             "eval_detection": {"enabled": True, "save_answers": True},
         },
     }
+    if arm.rewards is not None:
+        sections = merge(sections, GROUPED)
+    if arm.learning_rate is not None:
+        sections["training"]["learning_rate"] = arm.learning_rate
     return _config("crowded_two_channel", seed, place, sections)
 
 

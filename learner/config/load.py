@@ -170,6 +170,10 @@ LEAF_FIELDS = {
         *("stage2_ab.schedule.b_ratio", "stage2_ab.n_softctx_iter"),
     ),
     "stage2_rollout_aligned": _ALIGNED_FIELDS,
+    "stage2_group_relative": (
+        *_ALIGNED_FIELDS,
+        *("stage2_ab.schedule.b_ratio", "group_relative.group_size"),
+    ),
 }
 
 

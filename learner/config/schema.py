@@ -8,6 +8,7 @@ The trainer's variant decides which section declares the objective (RES-02, CFG-
 
     stage2_two_channel         stage2_ab.pipeline           channels A and B by b_ratio
     stage2_rollout_aligned     rollout_matching.pipeline    channel B alone, polygons too
+    stage2_group_relative      stage2_ab.pipeline           channels A and B, groups of answers
 
 Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the variant.
 """
@@ -24,6 +25,7 @@ from pydantic import (
     field_validator,
 )
 
+from learner.config.group_relative import GroupRelativeConfig
 from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.config.training import AbsolutePath, TrainingConfig
 from learner.objectives.config import ObjectiveModule, PipelineConfig
@@ -241,7 +243,11 @@ class Config(StrictModel):
     debug: Empty = Field(default=EmptySection(), description="no keys yet")
     experiment: Empty = Field(default=EmptySection(), description="no keys yet")
     stage2_ab: Stage2ABConfig | None = Field(default=None, validate_default=True)
-    """schedule and objective of stage2_two_channel; required there, refused with other variants"""
+    """schedule and objective of stage2_two_channel and stage2_group_relative; required there,
+    refused with other variants"""
+    group_relative: GroupRelativeConfig | None = Field(default=None, validate_default=True)
+    """groups of answers and their rewards, of stage2_group_relative; required there, refused with
+    other variants"""
     rollout_matching: RolloutMatchingConfig
     """how answers are generated and matched"""
     deepspeed: Empty = Field(default=EmptySection(), description="no keys yet")
@@ -276,6 +282,26 @@ class Config(StrictModel):
         return self.stage2_ab is not None and self.stage2_ab.channel_b.prefix == "matched"
 
     @property
+    def answers_per_sample(self) -> int:
+        """How many answers channel B requests for each sample."""
+        return 1 if self.group_relative is None else self.group_relative.group_size
+
+    @property
+    def whole_answers(self) -> bool:
+        """Whether a target of channel B is the answer as it is (GROUP-02).
+
+        This is the case if rewards alone are to be learned from: no module of channel B trains on
+        corrected objects.
+        """
+        modules = [m for m in self._teaching("B") if not m.reads_kept]
+        return self.group_relative is not None and not modules
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether a module compares the model with the one that the run started from."""
+        return any(m.reads_start and m.counts_in("B") for m in self.pipeline.objective)
+
+    @property
     def allow_poly(self) -> bool:
         """True where polygons are trained and predicted beside boxes (RES-02)."""
         return VARIANTS[self.custom.trainer_variant].polygons
@@ -288,6 +314,22 @@ class Config(StrictModel):
         do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
         _require_home("stage2_ab", section is not None, info.data.get("custom"), do)
         return section
+
+    @field_validator("group_relative")
+    @classmethod
+    def _groups_come_with_the_variant(
+        cls, section: GroupRelativeConfig | None, info: ValidationInfo
+    ) -> GroupRelativeConfig | None:
+        custom: CustomConfig | None = info.data.get("custom")
+        if custom is None or VARIANTS[custom.trainer_variant].grouped == (section is not None):
+            return section
+        variant = f"custom.trainer_variant{': ' if section is None else ' is '}"
+        variant += custom.trainer_variant
+        if section is None:
+            found = f"this key is required and missing with {variant}"
+            raise Refusal(found, "State group_size, advantage and reward")
+        do = "Remove it, or use custom.trainer_variant: stage2_group_relative"
+        raise Refusal(f"is given, and {variant}", do)
 
     @field_validator("rollout_matching")
     @classmethod
@@ -314,6 +356,9 @@ class Config(StrictModel):
         yield from self._of_self_context()
         yield from self._of_duplicates()
         yield from self._of_async()
+        yield from self._of_policy_gradient()
+        if self.group_relative is not None:
+            yield from self._of_groups()
         if self.stage2_ab is None:
             yield from self._of_channel_b_alone()
 
@@ -370,12 +415,55 @@ class Config(StrictModel):
             if module.enabled and module.reads_departures and self.duplicate_iou is None:
                 kept = f"{self.custom.trainer_variant} keeps the answers as they are"
                 do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
-                if (own := self.stage2_ab) is not None:
+                own = self.stage2_ab
+                if own is not None and self.group_relative is None:
                     prefix = f"stage2_ab.channel_b.prefix is {own.channel_b.prefix}"
                     kept = f"{prefix}: no duplicate is removed"
                     do = "Set stage2_ab.channel_b.prefix to clean, or remove the module"
                 found = f"{module.name} is enabled, and {kept}"
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}]")
+
+    def _of_policy_gradient(self) -> Iterator[Refusal]:
+        """What learns from advantages needs groups, and groups need what learns from them."""
+        key = f"{self.pipeline_path}.objective"
+        modules = [(i, m) for i, m in enumerate(self.pipeline.objective) if m.reads_kept]
+        if self.group_relative is None:
+            for index, module in modules:
+                if module.enabled:
+                    variant = self.custom.trainer_variant
+                    found = f"{module.name} is enabled, and {variant} has no groups of answers"
+                    do = "Remove the module, or use custom.trainer_variant: stage2_group_relative"
+                    yield Refusal(found, do, f"{key}[{index}]")
+        elif not any(m.counts_in("B") for _, m in modules):
+            found = "no policy_gradient of positive weight runs in channel B: rewards have no use"
+            do = "Add the module, or use custom.trainer_variant: stage2_two_channel"
+            yield Refusal(found, do, key)
+
+    def _of_groups(self) -> Iterator[Refusal]:
+        """Answers of a group differ, and their tokens have log-probabilities (GROUP-01)."""
+        rollout, own = self.rollout_matching, self.stage2_ab
+        assert own is not None, "it comes with the variant"
+        grouped = f"custom.trainer_variant is {self.custom.trainer_variant}"
+        if rollout.decode_mode != "sampling":
+            found = f"{rollout.decode_mode}, and {grouped}: all answers of a group would be equal"
+            do = "Set rollout_matching.decode_mode to sampling, with decoding.temperature 1"
+            yield Refusal(found, do, "rollout_matching.decode_mode")
+        if not rollout.logprobs:
+            found = f"is false, and {grouped}, which needs the engine's log-probabilities"
+            do = "Set it to true, with rollout_matching.rollout_backend: vllm"
+            yield Refusal(found, do, "rollout_matching.logprobs")
+        if own.channel_b.prefix != "verbatim":
+            found = f"{own.channel_b.prefix}, and {grouped}, which rewards answers as they are"
+            do = "Set it to verbatim, and the weights of group_relative.reward"
+            yield Refusal(found, do, "stage2_ab.channel_b.prefix")
+        if own.schedule.b_ratio == 0:
+            found = f"0, and {grouped}: no answers are requested"
+            do = "Raise it, or use custom.trainer_variant: stage2_two_channel"
+            yield Refusal(found, do, "stage2_ab.schedule.b_ratio")
+        if self.needs_start and self.training.data_parallel == "fsdp2":
+            found = "fsdp2, and a kl_weight above 0 needs a whole copy of the starting model"
+            do = "Set it to ddp, or the kl_weight of policy_gradient to 0"
+            yield Refusal(found, do, "training.data_parallel")
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
         """Modules that move weights in a channel."""

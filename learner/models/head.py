@@ -65,7 +65,11 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     `check_head` has refused others.
     """
     if isinstance(head, TrainableTokensWrapper):
-        return _with_trained_rows(head.token_adapter)
+        adapter = head.token_adapter
+        if adapter.disable_adapters:
+            whole: Callable[[Tensor], Tensor] = adapter.base_layer.forward
+            return whole
+        return _with_trained_rows(adapter)
     if not _is_product(head):
         return head.forward
     one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)

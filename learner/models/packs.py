@@ -28,6 +28,7 @@ class Segment:
     model: the inner multimodal model; only a segment without images may have none.
     kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
         nats; none where they were not requested (LOGP-01).
+    advantage: of the answer, where answers are compared (GROUP-01).
     """
 
     sample_id: str
@@ -39,6 +40,7 @@ class Segment:
     family: Family = QWEN_VL
     model: Multimodal | None = None
     kept_logprobs: Sequence[float] = ()
+    advantage: float = 0.0
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
@@ -83,6 +85,7 @@ def make_segment(
     target: Target,
     has_dropped: bool,
     kept_logprobs: Sequence[float] = (),
+    advantage: float = 0.0,
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model.
 
@@ -101,7 +104,16 @@ def make_segment(
                 "This is a defect of the target construction; please report the sample",
             )
     return Segment(
-        sample_id, prompt, target, ids, positions, has_dropped, family, model, kept_logprobs
+        sample_id,
+        prompt,
+        target,
+        ids,
+        positions,
+        has_dropped,
+        family,
+        model,
+        kept_logprobs,
+        advantage,
     )
 
 
@@ -136,6 +148,9 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         kept_positions=torch.tensor(kept, dtype=torch.long),
         kept_logprobs=torch.tensor(
             [p for s in segments for p in s.kept_logprobs], dtype=torch.float32
+        ),
+        kept_advantages=torch.tensor(
+            [s.advantage for s in segments for _ in s.kept_logprobs], dtype=torch.float32
         ),
     )
 

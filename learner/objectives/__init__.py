@@ -9,6 +9,7 @@ from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.coord_reg import CoordRegModule
 from learner.objectives.duplicate_ul import DuplicateULModule
 from learner.objectives.objective import Diagnostic, Objective
+from learner.objectives.policy_gradient import PolicyGradientModule
 from learner.objectives.token_ce import TokenCEModule
 
 OBJECTIVES: list[type[Objective]] = [
@@ -16,6 +17,7 @@ OBJECTIVES: list[type[Objective]] = [
     BboxGeoModule,
     CoordRegModule,
     DuplicateULModule,
+    PolicyGradientModule,
 ]
 DIAGNOSTICS: list[type[Diagnostic]] = [
     CoordDiagModule,

@@ -1,6 +1,6 @@
 """`PipelineConfig`: a declared pipeline of either trainer variant (CFG-08).
 
-    stage2_ab.pipeline            stage2_two_channel
+    stage2_ab.pipeline            stage2_two_channel, stage2_group_relative
     rollout_matching.pipeline     stage2_rollout_aligned
 
 Every module states every key of its config: there are no defaults to drift, but the drop-invalid

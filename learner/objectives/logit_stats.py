@@ -37,6 +37,7 @@ class Supervision:
     boxes: (N, 4) indices into K. departures: (U, 2) of a position and the token id with which a
     removed duplicate departs there; each position once. kept_positions, kept_logprobs: (R,) tokens
     of the answer that the target keeps, and what the engine gave them, in nats (LOGP-01).
+    kept_advantages: (R,) of the answer of each of them; 0 where answers are not compared.
     """
 
     input_ids: Tensor
@@ -48,6 +49,7 @@ class Supervision:
     departures: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.long))
     kept_positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     kept_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
+    kept_advantages: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def to(self, device: torch.device) -> "Supervision":
         return Supervision(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -62,6 +64,8 @@ class Totals:
 
     text_weight, struct_weight: () sums of cross-entropy weights, over all supervised text
     and over its structure and closure. text, slots, boxes, departures: counts.
+    answer_tokens: kept tokens of the row; or what makes the losses of packs, weighted by their
+    fraction of the samples, the mean over the tokens of the step (GROUP-03).
     """
 
     text_weight: Tensor
@@ -70,6 +74,7 @@ class Totals:
     slots: int
     boxes: int
     departures: int = 0
+    answer_tokens: float = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class Selection:
     departure_rows: (U,); departure_tokens, departure_targets: (U,) token ids that a removed
         duplicate and the target have there.
     kept_rows: (R,); kept_tokens: (R,) token ids; kept_roles: (R,) `Role` values; kept_logprobs:
-        (R,) by the engine. These are compared and not trained on.
+        (R,) by the engine; kept_advantages: (R,). These are compared, and trained on only if
+        `learns_kept`.
     """
 
     text_rows: Tensor
@@ -102,12 +108,19 @@ class Selection:
     kept_tokens: Tensor
     kept_roles: Tensor
     kept_logprobs: Tensor
+    kept_advantages: Tensor
     totals: Totals
+    learns_kept: bool = False
+
+    def over(self, answer_tokens: float) -> "Selection":
+        """The same with another number of answer tokens as denominator."""
+        return replace(self, totals=replace(self.totals, answer_tokens=answer_tokens))
 
     @property
     def head_rows(self) -> int:
         """Rows of logits that have a backward, in one forward."""
-        return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows)
+        kept = len(self.kept_rows) if self.learns_kept else 0
+        return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows) + kept
 
 
 def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
@@ -133,6 +146,7 @@ def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
         kept_tokens=row.input_ids[row.kept_positions],
         kept_roles=row.roles[row.kept_positions],
         kept_logprobs=row.kept_logprobs,
+        kept_advantages=row.kept_advantages,
         totals=Totals(
             text_weight=text_weights.sum(),
             struct_weight=text_weights[~is_description(roles)].sum(),
@@ -140,6 +154,7 @@ def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
             slots=len(row.coord_positions),
             boxes=len(row.boxes),
             departures=len(departures),
+            answer_tokens=len(row.kept_positions),
         ),
     )
 
@@ -181,7 +196,7 @@ class LogitStats(NamedTuple):
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
     slot_coord_logits: (K, 1000) logits as they came.
     departure_nll: (U,) `-log p` over the vocabulary, in nats, of the token with its neighbours.
-    kept_nll: (R,) `-log p(token)` of kept tokens, without gradient.
+    kept_nll: (R,) `-log p(token)` of kept tokens; without gradient unless they are trained on.
     """
 
     text_nll: Tensor
@@ -196,11 +211,13 @@ class ForwardStats(NamedTuple):
     """The forwards of a pack that the objectives look at.
 
     anchor: of the teacher-forced forward (A1 in channel A). final: of the last one (A2); the
-    same object where there is one forward.
+    same object where there is one forward. start_nll: (R,) `kept_nll` by the model that the run
+    started from, without gradient, where a module reads it.
     """
 
     anchor: LogitStats
     final: LogitStats
+    start_nll: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -238,13 +255,17 @@ class Reader:
         rows = given.hidden.index_select(0, self.selection.slot_rows)
         return torch.cat([_recomputed(read, part) for part in rows.split(_head_rows(given))])
 
+    def kept(self, given: HeadInput) -> Tensor:
+        """`kept_nll` of a `LogitStats` alone."""
+        return self._nll(given, self.selection.kept_rows, self.selection.kept_tokens)
+
     def _stats(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
         """The statistics of the text rows, of all slots, departures and kept tokens."""
         chosen = self.selection
         text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
         departing = self._departing(given)
-        with torch.no_grad():
-            kept = self._nll(given, chosen.kept_rows, chosen.kept_tokens)
+        with torch.set_grad_enabled(chosen.learns_kept and torch.is_grad_enabled()):
+            kept = self.kept(given)
         return LogitStats(text, mass, slots, coord, departing, kept)
 
     def _departing(self, given: HeadInput) -> Tensor:

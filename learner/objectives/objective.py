@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 Weight = Annotated[float, Field(ge=0)]
 
 # What a term looks at: text in the first forward, text in the last of several, coordinates and
-# gates in the last, or tokens with which removed duplicates depart from the target.
-Family = Literal["text", "context_text", "coord", "departure"]
+# gates in the last, tokens with which removed duplicates depart from the target, or the tokens of
+# the answer that the target keeps.
+Family = Literal["text", "context_text", "coord", "departure", "answer"]
 
 # By family, the meaning of each term's name.
 LossMetrics = Mapping[Family, Mapping[str, str]]
@@ -38,6 +39,7 @@ LOSS_PREFIX: dict[tuple[Channel, Family], str] = {
     ("B", "text"): "loss/B_rollout_text",
     ("B", "coord"): "loss/B_coord",
     ("B", "departure"): "loss/B_rollout_text",
+    ("B", "answer"): "loss/B_answer",
 }
 
 
@@ -78,15 +80,24 @@ class Objective(Entry):
     metrics: of all names that `terms` gives.
     supervises_text: `text_weights` says which text is trained on.
     reads_departures: it looks at the tokens with which removed duplicates depart (CLEAN-02).
+    reads_kept: it learns from the tokens of the answer that the target keeps, over those of the
+        whole step (GROUP-03).
+    token_metrics: of all names that `token_sums` gives.
     """
 
     metrics: ClassVar[LossMetrics]
     supervises_text: ClassVar[bool] = False
     reads_departures: ClassVar[bool] = False
+    reads_kept: ClassVar[bool] = False
+    token_metrics: ClassVar[SlotMetrics] = {}
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
         """The terms of a pack's loss over `selection.totals`; none where it has nothing for it."""
         raise NotImplementedError
+
+    def token_sums(self, stats: ForwardStats, selection: Selection) -> dict[str, float]:
+        """Monitors: of each name the sum over the R kept tokens."""
+        return {}
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
         """Cross-entropy weight of each token of a row, (L,)."""
@@ -105,6 +116,11 @@ class Objective(Entry):
     @property
     def reads_last_text(self) -> bool:
         """Whether it looks at the text of the last of several forwards."""
+        return False
+
+    @property
+    def reads_start(self) -> bool:
+        """Whether it compares kept tokens with those of the model that the run started from."""
         return False
 
     @property

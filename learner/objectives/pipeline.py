@@ -8,7 +8,7 @@ Nothing runs that the config does not declare (CFG-08), no term whose weight is 
 pack that has nothing for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class PackLoss:
     """total: differentiable scalar; atoms: its weighted parts, which add up to it.
 
     diagnostics: sums over the pack's slots, by key; slots: their number.
-    mismatch: of the pack's kept tokens; None where it has none.
+    mismatch: of the pack's kept tokens; None where it has none. tokens: of monitors over the kept
+    tokens, the sum and their number, by key.
     """
 
     total: Tensor
@@ -40,6 +41,7 @@ class PackLoss:
     diagnostics: dict[str, float]
     slots: int
     mismatch: Mismatch | None = None
+    tokens: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -69,7 +71,8 @@ class Pipeline:
             weights = torch.zeros(row.roles.shape, device=row.roles.device)
         else:
             weights = self._text.text_weights(row, channel)
-        return select(row, weights, departures)
+        learns_kept = any(m.reads_kept and m.counts_in(channel) for m in self._modules)
+        return replace(select(row, weights, departures), learns_kept=learns_kept)
 
     def reader(self, selection: Selection) -> Reader:
         """Reads logits, (L, V), of a row for the declared modules."""
@@ -99,13 +102,21 @@ class Pipeline:
             for provenance, forward in seen.items()
             for name, value in module.sums(forward, selection, self._temperature).items()
         }
+        kept = len(selection.kept_rows)
+        tokens = {
+            f"{module.name}/{name}": (value, float(kept))
+            for module in self._modules
+            if kept and module.counts_in(channel)
+            for name, value in module.token_sums(stats, selection).items()
+        }
         slots = len(selection.slot_rows)
         named = dict(zip(atoms, values, strict=True))
-        return PackLoss(total, named, diagnostics, slots, _mismatch(stats.anchor, selection))
+        mismatch = _mismatch(stats.anchor, selection)
+        return PackLoss(total, named, diagnostics, slots, mismatch, tokens)
 
 
 def _mismatch(stats: LogitStats, selection: Selection) -> Mismatch | None:
     if not len(selection.kept_rows):
         return None
-    nats = (selection.kept_logprobs + stats.kept_nll).abs()
+    nats = (selection.kept_logprobs + stats.kept_nll.detach()).abs()
     return Mismatch(selection.kept_roles.cpu().numpy(), nats.double().cpu().numpy())

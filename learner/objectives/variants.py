@@ -12,12 +12,14 @@ class Variant(NamedTuple):
     meaning: a line for the reference. objective_in: the section that declares the objective;
     `stage2_ab` also has the schedule of the channels, and without it channel B runs alone.
     polygons: trained and predicted beside boxes (RES-02).
+    grouped: channel B has several answers to each sample, which are compared (GROUP-01).
     """
 
     recipe: str
     meaning: str
     objective_in: Literal["stage2_ab", "rollout_matching"]
     polygons: bool
+    grouped: bool = False
 
 
 _RECIPES = "learner.training.recipes"
@@ -31,5 +33,12 @@ VARIANTS = {
         "channel B alone, boxes and polygons",
         "rollout_matching",
         polygons=True,
+    ),
+    "stage2_group_relative": Variant(
+        f"{_RECIPES}.two_channel:TwoChannel",
+        "channels A and B, boxes; B by rewards of several answers to a sample",
+        "stage2_ab",
+        polygons=False,
+        grouped=True,
     ),
 }

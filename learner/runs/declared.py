@@ -181,6 +181,35 @@ dup/departures | counter | B | tokens | with which they depart from the target; 
 """)
 
 
+_GROUPED = "in stage2_group_relative"
+
+REWARDS = _read(
+    f"""
+mean | rate | B | 1 | mean reward of the answers | {_GROUPED}
+spread | rate | B | 1 | mean over the groups of the standard deviation of their rewards |
+    {_GROUPED}
+no_spread | rate | B | 1 | groups whose answers have equal rewards, so that nothing is learned
+    from them / groups | {_GROUPED}
+f1 | rate | B | 1 | mean F1@mIoU of an answer | {_GROUPED}
+duplicates | rate | B | 1 | mean share of the entries of an answer that repeat an earlier one |
+    {_GROUPED}
+oversized | rate | B | 1 | mean share of the entries that are oversized and no hit | {_GROUPED}
+invalid | rate | B | 1 | mean share of the entries that are dropped as invalid | {_GROUPED}
+""",
+    "reward/",
+)
+
+
+def _of_tokens() -> Iterator[Metric]:
+    """Of every objective that learns from the answer's own tokens."""
+    for objective in OBJECTIVES:
+        (declared,) = get_args(objective.model_fields["name"].annotation) or ("",)
+        for name, (unit, meaning) in objective.token_metrics.items():
+            also = " and a `kl_weight` above 0" if name == "kl" else ""
+            when = f"with `{declared}` declared{also}"
+            yield Metric(f"{declared}/{name}", "rate", unit, meaning, _B, when)
+
+
 def _mismatches() -> Iterator[Metric]:
     asked = "with `rollout_matching.logprobs`"
     tokens = "of answers whose log-probability by the engine is compared with the trainer's"
@@ -294,6 +323,7 @@ GROUPS = {
     "Rollouts": ROLLOUT,
     "Asynchronous rollouts": ASYNC,
     "What became of the answers": CHANNEL_B,
+    "Rewards": REWARDS + tuple(_of_tokens()),
     "Log-probabilities of engine and trainer": MISMATCH,
     "Losses": LOSSES,
     "Coordinate distributions": COORD_DIAG,

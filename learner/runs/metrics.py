@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from learner.objectives.mismatch import Mismatch
 from learner.runs.declared import METRICS, Reduction
-from learner.types import AnswerFault, AssessedRollout, Channel, DropReason
+from learner.types import AnswerFault, AssessedRollout, Channel, DropReason, Reward
 
 if TYPE_CHECKING:
     import torch
@@ -164,6 +164,8 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
                 "dup/departures": sum(len(target.departures) for target in targets),
             }
         )
+    if rewards := [each.reward for each in answers if each.reward is not None]:
+        payload.merge(_reward_payload(rewards))
     payload.add({f"{_B}/strict_drop/{why}": dropped[why] for why in get_args(DropReason)})
     faults = Counter(each.parsed.fault for each in answers)
     payload.add({f"{_B}/{fault}": faults[fault] for fault in get_args(AnswerFault)})
@@ -175,6 +177,18 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
         }
     )
     payload.note({"rollout/gen_new_tokens_p99": float(np.percentile(lengths or [0], 99))})
+    return payload
+
+
+def _reward_payload(rewards: Sequence[Reward]) -> Payload:
+    """Means over answers. All groups have one size, so they are means over groups, too."""
+    payload, count = Payload(), len(rewards)
+    parts = ("f1", "duplicates", "oversized", "invalid")
+    sums = {part: sum(getattr(reward, part) for reward in rewards) for part in parts}
+    sums["mean"] = sum(reward.total for reward in rewards)
+    sums["spread"] = sum(reward.spread for reward in rewards)
+    sums["no_spread"] = sum(reward.spread == 0 for reward in rewards)
+    payload.rate({f"reward/{name}": (total, count) for name, total in sums.items()})
     return payload
 
 

@@ -23,6 +23,7 @@ from learner.types import (
     GeometryKind,
     GroundTruthObject,
     Place,
+    Reward,
     RolloutOutput,
     Sample,
     Shape,
@@ -163,7 +164,7 @@ class LoggedAnswer(_Record):
 
     images: absolute paths. width, height: pixels of the first. weights_version: when it was
     begun and when it was ended. target: where it is supervised; left_out: else, why.
-    category_lists: as `Sample` has them.
+    category_lists: as `Sample` has them. reward: where answers are compared.
     logprobs: of each of `response_token_ids`, where they were requested.
     """
 
@@ -182,6 +183,7 @@ class LoggedAnswer(_Record):
     match: LoggedMatch
     target: LoggedTarget | None = None
     left_out: str | None = None
+    reward: Annotated[Reward | None, Field(exclude_if=lambda value: value is None)] = None
     text: str
     prompt_token_ids: FoldedIds
     response_token_ids: list[int]
@@ -190,7 +192,7 @@ class LoggedAnswer(_Record):
     @classmethod
     def of(cls, assessed: AssessedRollout, **own: Any) -> Self:
         """The part of an assessed rollout that replay needs. own: fields of a subclass."""
-        sample, rollout, parsed, match, target, left_out, _, duplicates = assessed
+        sample, rollout, parsed, match, target, left_out, _, duplicates, reward = assessed
         return cls(
             **vars(rollout),
             **own,
@@ -215,6 +217,7 @@ class LoggedAnswer(_Record):
             match=LoggedMatch.model_validate(match),
             target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,
             left_out=left_out,
+            reward=reward,
         )
 
     @property

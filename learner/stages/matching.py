@@ -20,7 +20,7 @@ The mask of a polygon lies within that of its bounding box. Where those of two s
 the shapes are, and neither is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -32,7 +32,14 @@ from scipy.optimize import linear_sum_assignment
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.stages.coords import COORD_BINS
-from learner.types import GeometryKind, MatchResult, Shape, normalized
+from learner.types import (
+    NEG_CATEGORIES,
+    NOT_EXHAUSTIVE_CATEGORIES,
+    GeometryKind,
+    MatchResult,
+    Shape,
+    normalized,
+)
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -40,6 +47,8 @@ IndexArray = npt.NDArray[np.intp]
 PlainShape = tuple[GeometryKind, Sequence[int]]
 
 MAX_RESOLUTION = 4096
+# IoUs of a hit over which F1@mIoU is the mean (RES-20).
+IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
 class Described(Protocol):
@@ -201,6 +210,25 @@ def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> lis
     matrix = np.concatenate([cost - min(fn_cost, highest), alone], axis=1)
     _, columns = linear_sum_assignment(matrix)
     return [(i, j) for i, j in enumerate(columns.tolist()) if j < n_truth]
+
+
+def most_pairs(iou: FloatArray, allowed: BoolArray) -> list[tuple[int, int]]:
+    """The most pairs (p, g); of several pairings the one with the largest sum of IoUs.
+
+    iou: (P, G). allowed: (P, G), the possible pairs.
+    """
+    alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
+    return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)
+
+
+def left_open(desc: str, truths: Iterable[Described], lists: Mapping[str, Sequence[str]]) -> bool:
+    """Whether LVIS's lists allow such an object without an annotation."""
+    name = normalized(desc)
+    if name in lists.get(NOT_EXHAUSTIVE_CATEGORIES, ()):
+        return True
+    if NEG_CATEGORIES not in lists:
+        return False
+    return name not in lists[NEG_CATEGORIES] and all(normalized(o.desc) != name for o in truths)
 
 
 def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> FloatArray:

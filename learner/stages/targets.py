@@ -228,6 +228,42 @@ def _roles(token_ids: list[int], entries: list[_Entry], vocab: CoordVocab) -> np
     return role
 
 
+def whole_answer(
+    rollout: RolloutOutput,
+    parsed: ParsedRollout,
+    match: MatchResult,
+    tokenizer: Tokenizer,
+    answers: AnswerFormat = COORD_JSON,
+) -> Target:
+    """The answer as the model wrote it, to its last token, and EOS where the model ended it.
+
+    Nothing is appended and no coordinate has a target: it is learned from by its reward (GROUP-02).
+    What follows the last entry is closure, or belongs to no object where the answer is cut. An
+    image placeholder ends it as it ends what the parser reads: no forward takes one in an answer.
+
+    Raises `TargetUnreadable` for an answer without a token.
+    """
+    vocab = token_table(tokenizer, answers.end_marker).vocab
+    whole = rollout.response_token_ids
+    response = list(takewhile(lambda token: token not in vocab.end_ids, whole))
+    ended = rollout.finish_reason == "stop" and not rollout.repeat_terminated
+    token_ids = [*response, vocab.end_id] if ended and len(response) == len(whole) else response
+    if not token_ids:
+        raise TargetUnreadable("the answer has no token")
+    entries, start = list[_Entry](), 0
+    matched = {i for i, _ in match.pairs}
+    for end, index in parsed.entry_ends:
+        desc, group = list[int](), None
+        if index is not None and index in matched:
+            desc = parsed.objects[index].desc_token_indices
+            group = CoordGroup((), (), matched=True, is_box=False)
+        entries.append(_Entry((start, end + 1), desc, group))
+        start = end + 1
+    role = _roles(token_ids, entries, vocab)
+    role[start:] = Role.FALSE_POSITIVE if parsed.truncated else Role.CLOSURE
+    return Target(token_ids, len(response), [], role, [])
+
+
 Match = Callable[[Sequence[ParsedObject], Sequence[GroundTruthObject]], MatchResult]
 
 
@@ -275,15 +311,20 @@ def with_target(
     *,
     allow_poly: bool = True,
     matched_only: bool = False,
+    whole: bool = False,
 ) -> AssessedRollout:
     """Add `Y_train`, or why there is none.
 
-    matched_only: its prefix has no false positives (CLEAN-01). allow_poly: as in `assess`.
+    matched_only: its prefix has no false positives (CLEAN-01). allow_poly: as in `assess`. whole:
+    it is the answer as it is (GROUP-02).
     """
     if assessed.left_out is not None:
         return assessed
     truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
     try:
+        if whole:
+            target = whole_answer(assessed.rollout, parsed, match, tokenizer, answers)
+            return assessed._replace(target=target)
         if matched_only:
             parsed, match = without_false_positives(
                 parsed, match, tokenizer, answers, allow_poly=allow_poly

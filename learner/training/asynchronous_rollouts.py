@@ -154,7 +154,8 @@ class BatchMaker:
 
         The servers answer a round while the one before is assessed.
         """
-        samples = self._samples_of(batch)
+        group = self._channel_b.answers_per_sample
+        samples = [sample for sample in self._samples_of(batch) for _ in range(group)]
         seed_base = rollout_seed_base(self._seed, batch)
         packs, seconds = self._packer.begin(), 0.0
         parts, assessed = Parts[Pack](packs), list[AssessedRollout]()
@@ -174,7 +175,8 @@ class BatchMaker:
     def _rounds(
         self, samples: Sequence[Sample], rank_base: int
     ) -> Generator[AnsweredRound, None, None]:
-        size = self._policy.round_size or len(samples)
+        group = self._channel_b.answers_per_sample
+        size = max(1, (self._policy.round_size or len(samples)) // group) * group
         for start in range(0, len(samples), size):
             of_round, began = samples[start : start + size], time.perf_counter()
             version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))

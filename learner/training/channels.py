@@ -14,17 +14,20 @@ from functools import partial
 
 from torch import nn
 
+from learner.config.group_relative import GroupRelativeConfig
 from learner.config.rollout_matching import MatchingConfig
 from learner.models.families import Multimodal
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import Pack, Segment, make_segment
 from learner.models.prompts import EncodedPrompt, PromptEncoder
 from learner.models.self_context import SelfContext
+from learner.models.start import StartModel
 from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.answers import check_prompt_ids
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
+from learner.stages.rewards import with_rewards
 from learner.stages.targets import (
     TargetUnreadable,
     assess,
@@ -57,9 +60,10 @@ class Encoding:
         *,
         has_dropped: bool,
         kept_logprobs: Sequence[float] = (),
+        advantage: float = 0.0,
     ) -> Segment:
         return make_segment(
-            self.inner, sample.sample_id, prompt, target, has_dropped, kept_logprobs
+            self.inner, sample.sample_id, prompt, target, has_dropped, kept_logprobs, advantage
         )
 
 
@@ -105,7 +109,13 @@ class ChannelB:
     allow_poly: false in the two-channel variant, where polygons are dropped.
     duplicate_iou: from which an object that repeats an earlier one is removed; None: never.
     matched_only: false positives are removed from the prefix of a target.
+    groups: how the answers to a sample are compared; None: each sample has one answer.
+    whole_answers: a target is the answer as it is.
+    start: the model that the run started from, where a module reads it.
     """
+
+    # A double of a channel has one answer to a sample, as most recipes have.
+    answers_per_sample = 1
 
     def __init__(
         self,
@@ -115,12 +125,20 @@ class ChannelB:
         allow_poly: bool,
         duplicate_iou: float | None = None,
         matched_only: bool = False,
+        groups: GroupRelativeConfig | None = None,
+        whole_answers: bool = False,
+        start: StartModel | None = None,
     ) -> None:
         self._encoding = encoding
         self._matching = matching
         self._allow_poly = allow_poly
         self._duplicate_iou = duplicate_iou
         self._matched_only = matched_only
+        self._groups = groups
+        self._whole_answers = whole_answers
+        self._start = start
+        if groups is not None:
+            self.answers_per_sample = groups.group_size
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
@@ -129,31 +147,41 @@ class ChannelB:
     def segments(
         self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
     ) -> tuple[list[Segment], list[AssessedRollout]]:
-        """Segments of the samples that can be supervised, and what became of each answer."""
-        own, segments, assessed = self._encoding, list[Segment](), list[AssessedRollout]()
+        """Segments of the samples that can be supervised, and what became of each answer.
+
+        samples: of the answers; each is there `answers_per_sample` times, one after the other.
+        """
+        own, prompts = self._encoding, list[EncodedPrompt]()
+        assessed: list[AssessedRollout] = []
         for sample, rollout in zip(samples, rollouts, strict=True):
             prompt = own.prompt(sample)
+            prompts.append(prompt)
             # The backend must have seen the prompt as the model's own processor has it (ROLL-01).
             check_prompt_ids(
                 sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
             )
-            found = self.assess(sample, rollout)
-            assessed.append(found)
-            if found.target is not None:
-                segments.append(
-                    own.segment(
-                        found.sample,
-                        prompt,
-                        found.target,
-                        has_dropped=bool(found.parsed.dropped),
-                        kept_logprobs=kept_logprobs(found.rollout, found.target),
-                    )
-                )
+            assessed.append(self.assess(sample, rollout))
+        if self._groups is not None:
+            resolution = self._matching.maskiou_resolution
+            assessed = with_rewards(assessed, self._groups, resolution)
+        segments = [
+            own.segment(
+                found.sample,
+                prompt,
+                found.target,
+                has_dropped=bool(found.parsed.dropped),
+                kept_logprobs=kept_logprobs(found.rollout, found.target),
+                advantage=0.0 if found.reward is None else found.reward.advantage,
+            )
+            for found, prompt in zip(assessed, prompts, strict=True)
+            if found.target is not None
+        ]
         return segments, assessed
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
+        start_nll = None if self._start is None else self._start.forward(pack, reader.kept)
         stats = packed_forward(model, pack, reader.anchor)
-        return ForwardStats(stats, stats)
+        return ForwardStats(stats, stats, start_nll)
 
     def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
         """Parse and match an answer, and correct it."""
@@ -182,4 +210,5 @@ class ChannelB:
             own.answers,
             allow_poly=self._allow_poly,
             matched_only=self._matched_only,
+            whole=self._whole_answers,
         )

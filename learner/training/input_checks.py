@@ -293,7 +293,7 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
             f"{training.effective_batch_size} samples a step, but there are {samples} to train on",
             "Lower it, or give more data",
         )
-    batch = training.effective_batch_size // processes
+    batch = training.effective_batch_size // processes * config.answers_per_sample
     queue = config.rollout_matching.async_rollout
     if queue.enabled and not training.packing and batch > queue.queue_limit:
         # With packing a run finds out how many packs a rank batch is.

@@ -3,7 +3,8 @@
     StepRunner.run()
         ranks agree on the channel
         A: samples -> segments -> packs      B: the packs of a RolloutSource
-        ranks agree on the number of forwards (DDP-02)
+        ranks agree on the number of forwards (DDP-02), and where answers are rewarded on the
+        number of their tokens (GROUP-03)
         a forward and a backward per pack -> loss, gradients, report
         B, with log-probabilities: engine and trainer are not too far apart (LOGP-01)
 
@@ -109,6 +110,7 @@ class StepRunner:
         self._decode_mode = config.rollout_matching.decode_mode
         self._logprobs = config.rollout_matching.logprobs
         self._most_mismatch = config.rollout_matching.max_logprob_mismatch
+        self._group = config.group_relative
         self._sharded = config.training.data_parallel == "fsdp2"
         self._recipe = recipe
         self._policy = policy
@@ -246,22 +248,27 @@ class StepRunner:
         averages in every backward, so no rank holds a whole gradient (RES-18); DDP in the last.
         """
         model, engine, payload = this.model, this.engine, this.report.payload
-        device = next(model.parameters()).device
+        device, channel = next(model.parameters()).device, this.report.channel
         total = torch.zeros((), device=device)
         latest: Pack | None = None
         replays = 0
+        segments, tokens = len(this.samples), None
+        if channel == "B" and self._group is not None:
+            segments *= self._group.group_size
+            chunks, tokens = self._counted(chunks, this.clock)
         for pack, last in self._in_lockstep(chunks, this.clock):
             if pack is not None:
-                latest, fraction = pack, len(pack.sample_ids) / len(this.samples)
+                latest, fraction = pack, len(pack.sample_ids) / segments
             else:
                 if latest is None:  # a prompt of this rank and an answer without objects
                     empty = [replace(sample, objects=()) for sample in this.samples[:1]]
                     latest = make_pack(self._recipe.channel_a.segments(empty))
                 fraction = 0.0
                 replays += 1
+            own = tokens if tokens is None or pack is None else fraction * tokens
             synced = nullcontext() if last or self._sharded else engine.no_sync(model)
             with this.clock.phase("learn"), synced:
-                found = self._recipe.loss(model, latest.to(device), this.report.channel)
+                found = self._recipe.loss(model, latest.to(device), channel, own)
                 loss = fraction * found.total
                 engine.backward(loss)
                 if last and device.type == "cuda":  # else the clock stops before the backward
@@ -270,9 +277,10 @@ class StepRunner:
             if pack is not None:
                 this.work.tokens += len(pack)
                 if self._use is not None and self._use.gpu is not None:
-                    this.work.flops += self._recipe.flops(model, pack, this.report.channel)
+                    this.work.flops += self._recipe.flops(model, pack, channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
+                payload.rate(found.tokens)
                 if found.mismatch is not None:
                     this.mismatches.append(found.mismatch)
                 if found.slots:
@@ -280,6 +288,25 @@ class StepRunner:
                     payload.rate({key: (value, found.slots) for key, value in diagnostics})
         payload.add({"step/replays": replays})
         return total
+
+    def _counted(
+        self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
+    ) -> tuple[Iterator[Chunk[Pack]], float]:
+        """All packs of the step as one chunk, and the kept tokens of all ranks over the ranks.
+
+        A pack with the fraction f of its rank's samples then has the denominator `f * tokens`:
+        weighted by f, and averaged over the ranks, the losses are the mean over all tokens.
+        """
+        packs: list[Pack] = []
+
+        def collect() -> int:
+            packs.extend(pack for chunk in chunks for pack in chunk.packs)
+            return sum(len(pack.supervision.kept_positions) for pack in packs)
+
+        repush = None if self._policy is None else self._policy.repush_restarted
+        with clock.phase("wait"):
+            tokens = self._peers.all_gather(collect, repush)
+        return iter([Chunk(packs, last=True)]), sum(tokens) / len(tokens)
 
     def _in_lockstep(
         self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock

@@ -11,7 +11,7 @@ all chunks ahead. Other backends make one chunk.
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -66,6 +66,17 @@ class Packer:
                 100 * fill,
                 100 * least,
             )
+
+
+def whole_groups(parts: Iterable[list[T]], size: int) -> Generator[list[T], None, None]:
+    """The same items in parts of whole groups of `size`; what is left of a part waits."""
+    waiting: list[T] = []
+    for part in parts:
+        waiting += part
+        whole = len(waiting) // size * size
+        if whole:
+            yield waiting[:whole]
+            waiting = waiting[whole:]
 
 
 class Answered(NamedTuple):
@@ -161,20 +172,23 @@ class SynchronousRollouts(RolloutSource):
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
         """Push the newest weights, then request answers; sample i has the seed of request i."""
         policy, packs, assessed = self._policy, self._packer.begin(), list[AssessedRollout]()
+        group = self._channel_b.answers_per_sample
+        asked = [sample for sample in own for _ in range(group)]
         seed_base = rollout_seed_base(self._seed, step)
 
         def answers() -> Generator[Answered, None, None]:
             seed = request_seed(rank_seed_base(seed_base, self._rank), 0, 0)
             stop = 0
-            with closing(policy.stream(own, seed)) as parts:
+            with closing(policy.stream(asked, seed)) as stream:
+                parts = whole_groups(stream, group)
                 for number in count():
                     with clock.phase("rollout"):
                         rollouts = next(parts)
                         start, stop = stop, stop + len(rollouts)
-                        last = stop == len(own)
+                        last = stop == len(asked)
                         if last:
                             serving.close()  # before the first forward
-                    yield Answered(number, own[start:stop], rollouts, last)
+                    yield Answered(number, asked[start:stop], rollouts, last)
                     if last:
                         return
 
@@ -192,7 +206,7 @@ class SynchronousRollouts(RolloutSource):
         def payload() -> Payload:
             counted = rollout_payload(assessed)
             counted.merge(packs.payload())
-            counted.rate({"rollout/per_second": (len(own), clock.seconds("rollout"))})
+            counted.rate({"rollout/per_second": (len(asked), clock.seconds("rollout"))})
             counted.note({"sync/weights_version": policy.version})
             return counted
 

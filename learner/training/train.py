@@ -45,6 +45,7 @@ from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model
 from learner.models.packing_check import check_packing
 from learner.models.prompts import PromptEncoder
+from learner.models.start import StartModel
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, asking_of
 from learner.runs.atomic_files import writing
@@ -254,7 +255,8 @@ def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepR
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     fields, answers = config.custom.object_field_order, answer_format(config)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
-    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, channel_b)
+    start = StartModel(config, loaded) if config.needs_start else None
+    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, channel_b, start)
     source = None
     if config.rollout_matching.async_rollout.enabled:
         assert parts.policy is not None, "there is no asynchronous run without channel B"

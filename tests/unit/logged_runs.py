@@ -147,6 +147,8 @@ class RunMaker:
             config.rollout_matching.matching,
             allow_poly=config.allow_poly,
             duplicate_iou=config.duplicate_iou,
+            groups=config.group_relative,
+            whole_answers=config.whole_answers,
         )
         packer = Packer(config.training, config.global_max_length)
         log = RolloutLog(folder, rank)

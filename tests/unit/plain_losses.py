@@ -16,6 +16,7 @@ from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.coord_reg import CoordRegConfig
 from learner.objectives.duplicate_ul import DuplicateULConfig
 from learner.objectives.logit_stats import Supervision
+from learner.objectives.policy_gradient import PolicyGradientConfig
 from learner.objectives.token_ce import TokenCEConfig
 from learner.types import Channel, Role
 
@@ -113,12 +114,16 @@ def token_weight(role: int, dropped: bool, config: TokenCEConfig, channel: Chann
 
 @dataclass(frozen=True)
 class Plain:
-    """A declared pipeline over one row; logits are (L, V) tensors of any type."""
+    """A declared pipeline over one row; logits are (L, V) tensors of any type.
+
+    start: those of the model that the run started from.
+    """
 
     config: PipelineConfig
     channel: Channel
     row: Supervision
     coord_ids: Sequence[int]
+    start: Tensor | None = None
 
     def total(self, logits: Sequence[Tensor]) -> float:
         return sum(self.atoms(logits).values())
@@ -161,6 +166,8 @@ class Plain:
         coord = "loss/A2_coord" if self.channel == "A" else "loss/B_coord"
         if module.name == "duplicate_ul":
             yield "loss/B_rollout_text/duplicate_ul", self._duplicate_ul(module.config, first)
+        elif module.name == "policy_gradient":
+            yield from self._policy_gradient(module.config, first)
         elif module.name == "token_ce":
             yield from self._token_ce(module.config, first, last)
         elif module.name == "bbox_geo":
@@ -233,6 +240,36 @@ class Plain:
             aim = self.coord_ids.index(target)
             near = {bin_ for bin_ in near if abs(bin_ - own) < abs(bin_ - aim)}
         return {self.coord_ids[bin_] for bin_ in near}
+
+    # Answer tokens
+
+    def answer_tokens(self) -> list[tuple[int, float, float]]:
+        """(position, the engine's log-probability, advantage) of each kept token."""
+        row = self.row
+        found = (row.kept_positions, row.kept_logprobs, row.kept_advantages)
+        return list(zip(*(tensor.tolist() for tensor in found), strict=True))
+
+    def log_p(self, logits: Tensor, position: int) -> float:
+        row = [bounded(logit) for logit in logits[position - 1].tolist()]
+        return row[int(self.row.input_ids[position])] - logsumexp(row)
+
+    def _policy_gradient(
+        self, config: PolicyGradientConfig, logits: Tensor
+    ) -> Iterator[tuple[str, float]]:
+        surrogate = divergence = 0.0
+        tokens = self.answer_tokens()
+        for position, log_q, advantage in tokens:
+            log_p = self.log_p(logits, position)
+            ratio = math.exp(log_p - log_q)
+            held = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            surrogate -= min(ratio * advantage, held * advantage)
+            if self.start is not None:
+                d = self.log_p(self.start, position) - log_p
+                divergence += math.exp(d) - d - 1
+        over = max(len(tokens), 1)
+        yield "loss/B_answer/policy_gradient", surrogate / over
+        if self.start is not None:
+            yield "loss/B_answer/kl", config.kl_weight * divergence / over
 
     # Coordinates
 

@@ -22,6 +22,7 @@ from tests.unit.config_faults import (
     only_error,
     without,
 )
+from tests.unit.grouped import GROUPED
 
 TABLE = read_mapping(Path(__file__).with_name("bad_configs.yaml"))
 OLD_ROLLOUT = "custom.extra.rollout_matching"
@@ -44,6 +45,7 @@ BASES = {
     "both": changed("stage2_ab.schedule.b_ratio", 0.5),
     "lora": changed("tuner", LORA),
     "clean": CLEAN,
+    "group": merge(WARMUP, GROUPED),
 }
 # Both variants, each with one enabled entry of every loss module.
 MODULES: list[dict[str, Any]] = WARMUP["stage2_ab"]["pipeline"]["objective"]
@@ -107,10 +109,13 @@ def test_a_missing_key_is_refused(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.req("CFG-02", "CFG-05", "CFG-07", "CFG-08", "RES-02", "CHA-01")
-@pytest.mark.req("CLEAN-01", "CLEAN-02", "FMT-01", "HUB-01")
+@pytest.mark.req("CLEAN-01", "CLEAN-02", "FMT-01", "HUB-01", "GROUP-01", "GROUP-02", "GROUP-04")
 @pytest.mark.parametrize(
     "row",
-    rows("wrong_values", "text_values", "variants", "training", "formats", "clean_prefix", "runs"),
+    rows(
+        *("wrong_values", "text_values", "variants", "training", "formats", "clean_prefix"),
+        *("groups", "runs"),
+    ),
 )
 def test_a_wrong_value_or_combination_is_refused_at_its_path(row: dict[str, Any]) -> None:
     is_refused(row)

@@ -205,7 +205,7 @@ def test_a_leaf_states_each_high_signal_field_itself(profiles: Path) -> None:
     errors = faults_of(path)
     fields = LEAF_FIELDS[profiles.name]
     assert tuple(error.where for error in errors) == fields
-    assert len(fields) == (14 if profiles.name == "stage2_two_channel" else 12)
+    assert len(fields) == (12 if profiles.name == "stage2_rollout_aligned" else 14)
     assert all("base.yaml" in error.found and str(path) in error.do for error in errors)
 
 

@@ -23,7 +23,6 @@ from learner.analysis.evaluation.scores import (
     Scores,
     assess_by_name,
     evaluate,
-    most_pairs,
 )
 from learner.cli import app
 from learner.data.jsonl import read_samples
@@ -32,6 +31,7 @@ from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import load_model
 from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.policy import Asking, Policy, asking_of
+from learner.stages.matching import most_pairs
 from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import read_inputs

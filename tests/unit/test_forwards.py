@@ -90,7 +90,9 @@ class Given(Recipe):
     def channel(self, step: int) -> Channel:
         return "B"
 
-    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
+    def loss(
+        self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
+    ) -> PackLoss:
         self._ran.forwards.append((pack.sample_ids[0], len(pack.sample_ids)))
         (weight,) = model.parameters()
         return PackLoss(weight.sum(), {}, {}, 0)

@@ -196,7 +196,9 @@ class Apart(Given):
         roles = np.array([Role.MATCHED_STRUCTURE, Role.COORD], np.int8)
         self._mismatch = Mismatch(roles, np.array(nats))
 
-    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
+    def loss(
+        self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
+    ) -> PackLoss:
         return replace(super().loss(model, pack, channel), mismatch=self._mismatch)
 
 

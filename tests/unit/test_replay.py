@@ -19,6 +19,7 @@ from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.runs.run_folder import RunFolder
 from shared_contracts.errors import ContractError
+from tests.unit.grouped import GROUPED, POLICY_GRADIENT, TOKEN_CE
 from tests.unit.logged_runs import RunMaker
 from tests.unit.small_run import small_config
 from tests.unit.trained_run import TrainedRun
@@ -30,6 +31,12 @@ SERVERS = {
     }
 }
 STEPS = (2, 4)
+# As many as there are kinds of answers.
+GROUPS_OF_7 = merge(GROUPED, {"group_relative": {"group_size": 7}, "training": {"packing": False}})
+ASYNC_GROUPS = {
+    "rollout_matching": {"async_rollout": {"enabled": True, "queue_limit": 64}},
+    "stage2_ab": {"pipeline": {"objective": [POLICY_GRADIENT, TOKEN_CE]}},
+}
 HALF = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
 MakeRun = Callable[..., Path]
 
@@ -89,6 +96,8 @@ def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 
         {"chunk": 3, "global_max_length": 160},
         {"chunk": 3, "stage2_ab": {"channel_b": {"prefix": "clean"}}},
         {"chunk": 2, "rollout_matching": {**SERVERS, "async_rollout": {"enabled": True}}},
+        {"chunk": 3, **GROUPS_OF_7},
+        {"chunk": 9, **merge(GROUPS_OF_7, ASYNC_GROUPS)},
     ],
     ids=lambda kind: "-".join(map(str, kind)),
 )
@@ -102,6 +111,30 @@ def test_every_step_of_a_run_is_rebuilt_bit_for_bit(
     result = replay(run)
     assert result.exit_code == 0, result.output
     assert "Identical: all 2 steps" in result.output
+
+
+@pytest.mark.req("REPLAY-01", "GROUP-01")
+def test_rewards_are_computed_again_and_shown(make_run: MakeRun) -> None:
+    run = make_run(chunk=None, **GROUPS_OF_7)
+    step = RunFolder.open(run).answers(4)
+    assert [answer.sample_id for answer in step[:7]] == [step[0].sample_id] * 7
+    first, *_, last = step[:7]
+    assert first.reward is not None
+    assert last.reward is not None
+    assert first.reward.total == 1.0
+    assert last.reward.duplicates > 0
+    shown = replay(run, "--step", "4", "--sample", first.sample_id)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("advantage") == 7
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        *parts, advantage = lines[2]["reward"]
+        lines[2]["reward"] = [*parts, advantage + 1]
+
+    edit(run, change)
+    different = replay(run, "--step", "4")
+    assert different.exit_code == 1
+    assert "target.reward.advantage" in different.output
 
 
 @pytest.mark.req("REPLAY-01")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from learner.analysis.evaluation.detections import CategoryPrecision
-from learner.analysis.evaluation.scores import IOU_THRESHOLDS, FloatArray, ScoredAnswer
+from learner.analysis.evaluation.scores import FloatArray, ScoredAnswer
 from learner.data.coco import pixel_area
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject
+from learner.stages.matching import IOU_THRESHOLDS
 from learner.types import normalized
 
 # The largest area of each size in square pixels, as COCO has them.

@@ -32,12 +32,16 @@ from learner.runs.rollout_log import LoggedAnswer, LoggedObject, f1_of
 from learner.stages.clean_prefix import repeats
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
-from learner.stages.matching import assign, exact_iou, same_description
+from learner.stages.matching import (
+    IOU_THRESHOLDS,
+    exact_iou,
+    left_open,
+    most_pairs,
+    same_description,
+)
 from learner.stages.targets import assess
 from learner.stages.tokens import Tokenizer
 from learner.types import (
-    NEG_CATEGORIES,
-    NOT_EXHAUSTIVE_CATEGORIES,
     AssessedRollout,
     GroundTruthObject,
     MatchResult,
@@ -47,7 +51,6 @@ from learner.types import (
     normalized,
 )
 
-IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 IOU_THRESHOLD = IOU_THRESHOLDS[0]
 # IoU from which an object repeats an earlier one of its description (EVAL-02).
 DUPLICATE_IOU = 0.9
@@ -293,7 +296,7 @@ def match_named(
     hits = most_pairs(iou, near & same_description(predicted, truths))
     hit = {p for p, _ in hits}
     lists = lists or {}
-    unjudged = {p for p, o in enumerate(predicted) if _left_open(o.desc, truths, lists)} - hit
+    unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, truths, lists)} - hit
     near[[*unjudged], :] = False
     for p, g in hits:
         near[p, :] = near[:, g] = False
@@ -306,18 +309,6 @@ def match_named(
         gated=int(np.count_nonzero(iou < IOU_THRESHOLD)),
         mask_iou=iou,
     )
-
-
-def _left_open(
-    desc: str, truths: Iterable[GroundTruthObject], lists: Mapping[str, Sequence[str]]
-) -> bool:
-    """Whether LVIS's lists allow such an object without an annotation."""
-    name = normalized(desc)
-    if name in lists.get(NOT_EXHAUSTIVE_CATEGORIES, ()):
-        return True
-    if NEG_CATEGORIES not in lists:
-        return False
-    return name not in lists[NEG_CATEGORIES] and all(normalized(o.desc) != name for o in truths)
 
 
 def _unjudged(assessed: AssessedRollout) -> list[int]:
@@ -342,12 +333,3 @@ def _oversized(answer: LoggedAnswer) -> int:
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
     return sum(area >= most and p not in right for p, area in enumerate(areas))
-
-
-def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
-    """The most pairs (p, g); of several pairings the one with the largest sum of IoUs.
-
-    iou: (P, G). allowed: (P, G), the possible pairs.
-    """
-    alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
-    return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)

@@ -79,7 +79,7 @@ class Replayed:
 
 def compare(step: LoggedStep, rebuilder: Rebuilder) -> Replayed:
     """Rebuild a step, and compare each stage with the log."""
-    ranks = [[(answer, rebuilder.assessed(answer)) for answer in own] for own in step.ranks]
+    ranks = [list(zip(own, rebuilder.assessed(own), strict=True)) for own in step.ranks]
     results: dict[Stage, StageResult] = {}
     for stage, values in _stages(step, ranks, rebuilder):
         differences = [
@@ -131,8 +131,10 @@ def _parse(answer: LoggedAnswer) -> dict[str, Any]:
 
 
 def _target(answer: LoggedAnswer) -> dict[str, Any]:
-    """The target with all ids, wherever the log has them."""
-    whole = {"supervised": answer.supervised, "left_out": answer.left_out}
+    """The reward, and the target with all ids, wherever the log has them."""
+    whole: dict[str, Any] = {"supervised": answer.supervised, "left_out": answer.left_out}
+    if answer.reward is not None:
+        whole["reward"] = answer.reward._asdict()
     if answer.target is None:
         return whole
     target = answer.target

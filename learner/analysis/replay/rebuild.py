@@ -16,6 +16,7 @@ from learner.runs.run_folder import RunFolder
 from learner.stages.formats import answer_format
 from learner.stages.matching import match_objects
 from learner.stages.packing import Parts, StepPacker
+from learner.stages.rewards import with_rewards
 from learner.stages.targets import assess, with_target
 from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout
@@ -188,8 +189,16 @@ class Rebuilder:
     config: Config
     tokenizer: Tokenizer
 
-    def assessed(self, answer: StepAnswer) -> AssessedRollout:
-        """Parse and match an answer, and build its target."""
+    def assessed(self, answers: Sequence[StepAnswer]) -> list[AssessedRollout]:
+        """Parse and match the answers of a process; build targets, and compare groups."""
+        assessed = [self._assessed(answer) for answer in answers]
+        groups = self.config.group_relative
+        if groups is None:
+            return assessed
+        resolution = self.config.rollout_matching.matching.maskiou_resolution
+        return with_rewards(assessed, groups, resolution)
+
+    def _assessed(self, answer: StepAnswer) -> AssessedRollout:
         config, matching = self.config, self.config.rollout_matching.matching
         answers = answer_format(config)
         found = assess(
@@ -209,6 +218,7 @@ class Rebuilder:
             answers,
             allow_poly=config.allow_poly,
             matched_only=config.matched_only,
+            whole=config.whole_answers,
         )
 
     def packed(

@@ -61,7 +61,8 @@ def _rows(*rows: tuple[str, object]) -> Table:
 
 
 def _facts(answer: StepAnswer) -> Table:
-    segment = answer.segment
+    segment, reward = answer.segment, answer.reward
+    parts = "" if reward is None else " ".join(f"{k} {v:.4f}" for k, v in reward._asdict().items())
     return _rows(
         *(("image", image) for image in answer.images),
         ("requested", f"by process {answer.rank}, chunk {answer.chunk}, seed {answer.seed}"),
@@ -69,6 +70,7 @@ def _facts(answer: StepAnswer) -> Table:
         ("length", f"{len(answer.response_token_ids)} tokens, ended by {answer.finish_reason}"),
         ("faults", ", ".join(faults_of(answer)) or "none"),
         ("segment", f"{segment.length} tokens, in pack {segment.pack}" if segment else "none"),
+        *([("reward", parts)] if parts else []),
     )
 
 

@@ -13,6 +13,7 @@ from learner.config.schema import Config
 from learner.models.flops import Arithmetic
 from learner.models.packs import Pack
 from learner.models.self_context import SelfContext
+from learner.models.start import StartModel
 from learner.objectives.objective import Objective
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.variants import VARIANTS
@@ -46,8 +47,12 @@ class Recipe:
         encoding: Encoding,
         coord_ids: list[int],
         channel_b: type[ChannelB] = ChannelB,
+        start: StartModel | None = None,
     ) -> Self:
-        """The recipe as `config` describes it. channel_b: an experiment may have one of its own."""
+        """The recipe as `config` describes it.
+
+        channel_b: an experiment may have one of its own. start: of a run that `needs_start`.
+        """
         matching, declared = config.rollout_matching.matching, config.pipeline
         modules = (*declared.objective, *cls.extra_objectives)
         return cls(
@@ -59,6 +64,9 @@ class Recipe:
                 allow_poly=config.allow_poly,
                 duplicate_iou=config.duplicate_iou,
                 matched_only=config.matched_only,
+                groups=config.group_relative,
+                whole_answers=config.whole_answers,
+                start=start,
             ),
             Pipeline(declared.model_copy(update={"objective": modules}), coord_ids),
         )
@@ -72,9 +80,13 @@ class Recipe:
         """The channel that step `step`, from 0, should run (STEP-01)."""
         return channel_for_step(step, self.config.b_ratio)
 
-    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
-        """Loss of one pack, by all its forwards."""
+    def loss(
+        self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
+    ) -> PackLoss:
+        """Loss of one pack, by all its forwards. answer_tokens: as in `Totals`."""
         selection = self.objective.select(pack.supervision, channel)
+        if answer_tokens is not None:
+            selection = selection.over(answer_tokens)
         own = self.channel_a if channel == "A" else self.channel_b
         stats = own.forward_stats(model, pack, self.objective.reader(selection))
         return self.objective(stats, selection, channel)

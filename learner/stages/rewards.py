@@ -1,0 +1,98 @@
+"""What the answers of a group are worth, and how they compare with each other (GROUP-01).
+
+    AssessedRollouts of one sample -> reward_of() of each -> with_rewards(): advantages
+
+The F1@mIoU is that of evaluations, of one answer: a hit is of the same description, and what LVIS's
+lists leave open is not judged. An answer without an object to an image without one has 1.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.config.group_relative import GroupRelativeConfig, RewardConfig
+from learner.stages.clean_prefix import repeats
+from learner.stages.coords import decode_bin
+from learner.stages.matching import (
+    IOU_THRESHOLDS,
+    exact_iou,
+    left_open,
+    most_pairs,
+    same_description,
+)
+from learner.types import AssessedRollout, Reward, Shape
+
+# Added to the standard deviation of a group, so that a small one makes no large advantage.
+STD_FLOOR = 1e-6
+
+
+def with_rewards(
+    assessed: Sequence[AssessedRollout], config: GroupRelativeConfig, resolution: int
+) -> list[AssessedRollout]:
+    """Add the reward and the advantage of each answer.
+
+    assessed: whole groups, one after the other. resolution: as in `exact_iou`.
+
+    The advantage is `r - mean`, and with `mean_std` this over `std + 1e-6`, of the rewards r of the
+    group (Shao et al., "DeepSeekMath", arXiv 2402.03300). The standard deviation is that of the
+    group itself, over `group_size`. Equal rewards have the advantage 0.
+    """
+    size = config.group_size
+    assert len(assessed) % size == 0, "groups are whole"
+    rewards = [reward_of(each, config.reward, resolution) for each in assessed]
+    compared: list[Reward] = []
+    for start in range(0, len(rewards), size):
+        group = rewards[start : start + size]
+        totals = np.array([reward.total for reward in group])
+        equal = totals.min() == totals.max()
+        spread = 0.0 if equal else float(totals.std())
+        ahead = np.zeros(size) if equal else totals - totals.mean()
+        if config.advantage == "mean_std":
+            ahead = ahead / (spread + STD_FLOOR)
+        compared += [
+            reward._replace(spread=spread, advantage=float(advantage))
+            for reward, advantage in zip(group, ahead, strict=True)
+        ]
+    pairs = zip(assessed, compared, strict=True)
+    return [each._replace(reward=reward) for each, reward in pairs]
+
+
+def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) -> Reward:
+    """The reward of one answer; it has no advantage yet."""
+    predicted, sample = assessed.parsed.objects, assessed.sample
+    iou = exact_iou(predicted, sample.objects, resolution)
+    named = same_description(predicted, sample.objects)
+    hits = {p for p, _ in most_pairs(iou, named & (iou >= IOU_THRESHOLDS[0]))}
+    unjudged = [
+        p
+        for p, found in enumerate(predicted)
+        if p not in hits and left_open(found.desc, sample.objects, sample.category_lists)
+    ]
+    named[unjudged] = False
+    hits_at = [len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS]
+    judged = len(predicted) - len(unjudged)
+    both = judged + len(sample.objects)
+    oversized = [
+        p
+        for p, found in enumerate(predicted)
+        if p not in hits
+        and p not in unjudged
+        and _image_share(found.shape) >= config.oversized_share
+    ]
+    dropped = len(assessed.parsed.dropped)
+    entries = max(len(predicted) + dropped, 1)
+    f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
+    duplicates = len(repeats(predicted, config.duplicate_iou, resolution)) / entries
+    total = (
+        config.f1_weight * f1
+        - config.duplicate_weight * duplicates
+        - config.oversized_weight * len(oversized) / entries
+        - config.invalid_weight * dropped / entries
+    )
+    return Reward(f1, duplicates, len(oversized) / entries, dropped / entries, total)
+
+
+def _image_share(box: Shape) -> float:
+    """Share of the image that a box covers."""
+    x1, y1, x2, y2 = (decode_bin(k) for k in box.coords)
+    return (x2 - x1) * (y2 - y1)

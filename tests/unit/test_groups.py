@@ -1,0 +1,406 @@
+"""Groups of answers: rewards, advantages, whole answers as targets, and steps over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from learner.config.group_relative import GroupRelativeConfig
+from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.models.load import LoadedModel, load_model
+from learner.models.packs import make_pack
+from learner.models.prompts import PromptEncoder
+from learner.models.start import StartModel
+from learner.rollout.policy import Policy, asking_of
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.runs.metrics import StepReport
+from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.matching import match_objects
+from learner.stages.rewards import with_rewards
+from learner.stages.targets import assess, kept_logprobs, with_target
+from learner.training.channels import Encoding
+from learner.training.recipes import recipe_class
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import whole_groups
+from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
+from tests.unit.answers import encode, entry, text_in_role, text_of
+from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
+from tests.unit.mixed_samples import box
+from tests.unit.packed_logits import packed_logits
+from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.small_run import rollout, written
+from tests.unit.streams import InChunks
+from tests.unit.toy_learner import with_awake_adapters
+
+CAT, DOG = box("cat", 0, 0, 100, 100), box("dog", 500, 500, 700, 700)
+RESOLUTION = MatchingConfig().maskiou_resolution
+LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+
+
+# --- rewards and advantages, by hand
+
+
+def assessed_as(
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    truths: Sequence[GroundTruthObject] = (CAT, DOG),
+    finish_reason: str = "stop",
+    metadata: dict[str, Any] | None = None,
+) -> AssessedRollout:
+    sample = Sample("line:1", (), 64, 64, tuple(truths), metadata or {})
+    output = replace(rollout([1], encode(tokenizer, text)), finish_reason=finish_reason)
+    match = partial(match_objects, config=MatchingConfig())
+    return assess(sample, output, tokenizer, match, allow_poly=False)
+
+
+def groups_of(size: int = 2, advantage: str = "mean", **reward: float) -> GroupRelativeConfig:
+    section = {"group_size": size, "advantage": advantage, "reward": REWARD | reward}
+    return GroupRelativeConfig.model_validate(section)
+
+
+def rewarded(config: GroupRelativeConfig, *answers: AssessedRollout) -> list[AssessedRollout]:
+    return with_rewards(answers, config, RESOLUTION)
+
+
+EVERYTHING = box("sky", 0, 0, 999, 999)
+# IoU 0.8 with CAT: a hit at 7 of the 10 thresholds.
+NEAR = box("cat", 0, 0, 100, 80)
+
+
+@pytest.mark.req("GROUP-01")
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        # f1, duplicates, oversized, invalid, total
+        (written(CAT, DOG), (1.0, 0, 0, 0, 1.0)),
+        (written(CAT), (2 / 3, 0, 0, 0, 2 / 3)),
+        (written(NEAR), (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
+        (written(CAT, CAT, DOG), (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
+        (written(CAT, DOG, EVERYTHING, EVERYTHING), (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
+        (f"{{{entry(1, 'cat', (0, 0, 100))}}}", (0.0, 0, 0, 1.0, -2.0)),
+        (written(box("dog", 0, 0, 100, 100)), (0.0, 0, 0, 0, 0.0)),
+        ("garbage", (0.0, 0, 0, 0, 0.0)),
+    ],
+)
+def test_a_reward_is_the_f1_of_the_answer_less_its_faults(
+    tokenizer: PreTrainedTokenizerFast, text: str, parts: tuple[float, ...]
+) -> None:
+    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text)] * 2)
+    assert found.reward is not None
+    assert found.reward[:5] == pytest.approx(parts)
+
+
+@pytest.mark.req("GROUP-01")
+def test_an_answer_without_objects_is_right_where_there_are_none(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    none, some = (assessed_as(tokenizer, written(*objects), truths=()) for objects in ((), (CAT,)))
+    right, wrong = rewarded(groups_of(), none, some)
+    assert right.reward is not None
+    assert wrong.reward is not None
+    assert (right.reward.f1, wrong.reward.f1) == (1.0, 0.0)
+
+
+@pytest.mark.req("GROUP-01")
+def test_an_oversized_hit_is_no_fault_and_what_lvis_leaves_open_is_not_judged(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    hit = assessed_as(tokenizer, written(EVERYTHING), truths=(EVERYTHING,))
+    left_open = assessed_as(
+        tokenizer, written(CAT, EVERYTHING), (CAT,), metadata={NEG_CATEGORIES: []}
+    )
+    for found in rewarded(groups_of(), hit, left_open):
+        assert found.reward is not None
+        assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
+
+
+@pytest.mark.req("GROUP-01")
+def test_advantages_are_relative_to_the_group_and_0_without_spread(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    right, half, wrong = (
+        assessed_as(tokenizer, text) for text in (written(CAT, DOG), written(CAT), "garbage")
+    )
+    answers = [right, half, wrong, half, half, half]
+    mean = [found.reward for found in rewarded(groups_of(3), *answers)]
+    assert all(mean)
+    of_mean = [reward.advantage for reward in mean if reward]
+    middle, spread = 5 / 9, (2 / 9 * 4 / 9 + 2 / 27) ** 0.5
+    assert of_mean == pytest.approx([1 - middle, 2 / 3 - middle, -middle, 0, 0, 0])
+    variance = sum((each - middle) ** 2 for each in (1, 2 / 3, 0)) / 3
+    spread = variance**0.5
+    assert [reward.spread for reward in mean if reward] == pytest.approx([spread] * 3 + [0] * 3)
+    scaled = [found.reward for found in rewarded(groups_of(3, "mean_std"), *answers)]
+    of_std = [reward.advantage for reward in scaled if reward]
+    assert of_std == pytest.approx([each / (spread + 1e-6) for each in of_mean])
+    assert of_std[3:] == [0, 0, 0]
+
+
+# --- the target is the answer
+
+
+@pytest.mark.req("GROUP-02")
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
+    tokenizer: PreTrainedTokenizerFast, ended: bool
+) -> None:
+    text = written(CAT, box("ghost", 800, 800, 900, 900))
+    text = text if ended else text[:-12]
+    found = assessed_as(tokenizer, text, finish_reason="stop" if ended else "length")
+    target = with_target(
+        found, tokenizer, "desc_first", MatchingConfig(), COORD_JSON, whole=True
+    ).target
+    assert target is not None
+    response = found.rollout.response_token_ids
+    assert (target.prefix_len, target.fn_keys, target.coord_groups) == (len(response), [], [])
+    assert text_of(tokenizer, target.token_ids) == text + ("<|im_end|>" if ended else "")
+    assert text_in_role(tokenizer, target, Role.MATCHED_DESC) == "cat"
+    assert "ghost" in text_in_role(tokenizer, target, Role.FALSE_POSITIVE)
+    closure = text_in_role(tokenizer, target, Role.CLOSURE)
+    assert closure in (("}<|im_end|>", "<|im_end|>") if ended else ("",))  # `}}` may be one token
+    with_logprobs = replace(found.rollout, logprobs=[-1.0] * len(response))
+    assert len(kept_logprobs(with_logprobs, target)) == len(response)
+
+
+@pytest.mark.req("GROUP-02")
+def test_an_answer_without_a_token_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = assessed_as(tokenizer, "", finish_reason="length")
+    found = with_target(found, tokenizer, "desc_first", MatchingConfig(), whole=True)
+    assert (found.target, found.left_out) == (None, "the answer has no token")
+
+
+# --- steps
+
+
+def test_parts_of_a_stream_are_cut_into_whole_groups() -> None:
+    assert list(whole_groups([[0, 1], [2], [3, 4, 5, 6], [7, 8]], 3)) == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+    assert list(whole_groups([[0, 1], [2]], 1)) == [[0, 1], [2]]
+
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Ran:
+    """A step of one rank."""
+
+    runner: StepRunner
+    report: StepReport
+    loss: float
+    gradients: Gradients
+    seeds: list[int]
+
+
+def in_training(config: Config) -> LoadedModel:
+    """The same weights each time, adapters too."""
+    torch.manual_seed(0)
+    loaded = load_model(config)
+    loaded.model.train()
+    return with_awake_adapters(loaded)
+
+
+def run_step(
+    config: Config,
+    samples: Sequence[Sample],
+    peers: Peers = SINGLE_PROCESS,
+    given: LoadedModel | None = None,
+) -> Ran:
+    """Step 0 of this rank over its part of `samples`, by scripted answers.
+
+    given: the model; None: it is loaded, which threads cannot do at the same time.
+    """
+    loaded = given or in_training(config)
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
+    backend = Answering(samples, loaded.tokenizer, prompt)
+    policy = Policy(InChunks(backend, 3), asking_of(config))
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
+    start = StartModel(config, loaded) if config.needs_start else None
+    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start=start)
+    runner = StepRunner(config, recipe, policy, peers=peers)
+    own = len(samples) // peers.count
+    mine = samples[peers.rank * own : (peers.rank + 1) * own]
+    loss, report = runner.run(loaded.model, mine, 0, PlainEngine())
+    named = loaded.model.named_parameters()
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return Ran(runner, report, loss.item(), gradients, backend.seeds)
+
+
+def close(found: Gradients, wanted: Gradients) -> None:
+    assert found.keys() == wanted.keys()
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    assert largest > 0
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * largest)
+
+
+@pytest.fixture(scope="module")
+def scenes(toy_data: ToyData) -> list[Sample]:
+    return read_samples(toy_data.train_jsonl, allow_poly=False)[:4]
+
+
+@pytest.mark.req("GROUP-01", "GROUP-03", "SEED-01")
+def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
+) -> None:
+    config = group_config(toy_checkpoint, toy_data, tmp_path, global_max_length=400)
+    ran = run_step(config, scenes)
+    metrics = ran.report.metrics
+    assert metrics["packing/post_rollout_segments"] == SIZE * len(scenes)
+    assert metrics["packing/post_rollout_packs"] > 1
+    first = request_seed(rank_seed_base(rollout_seed_base(11, 0), 0), 0, 0)
+    assert ran.seeds == list(range(first, first + SIZE * len(scenes)))
+    assert metrics["stage2_ab/channel_b/fn_appended"] == 0
+    assert metrics["reward/no_spread"] == 0
+    assert metrics["reward/spread"] > 0
+    assert metrics["loss/B_answer/policy_gradient"] == pytest.approx(ran.loss, rel=1e-4)
+    assert "policy_gradient/kl" not in metrics
+
+    loaded = in_training(config)
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
+    channel = recipe_class(config).of_run(config, encoding, loaded.vocab.ids).channel_b
+    answers = Answering(scenes, loaded.tokenizer, prompt)
+    policy = Policy(answers, asking_of(config))
+    policy.push()
+    asked = [scene for scene in scenes for _ in range(SIZE)]
+    segments, assessed = channel.segments(asked, policy.answer(asked, first))
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for segment, each in zip(segments, assessed, strict=True):
+        pack = make_pack([segment])
+        assert pack.supervision.kept_positions.numel() == len(each.rollout.response_token_ids)
+        log_p = packed_logits(loaded.model, pack).double().log_softmax(-1)
+        places = pack.supervision.kept_positions
+        chosen = log_p[places - 1, pack.supervision.input_ids[places]]
+        ratio = (chosen - pack.supervision.kept_logprobs.double()).exp()
+        assert each.reward is not None
+        advantage = each.reward.advantage
+        held = ratio.clamp(0.8, 1.3)
+        total = total - torch.minimum(ratio * advantage, held * advantage).sum()
+        tokens += len(places)
+    (total / tokens).backward()
+    assert ran.loss == pytest.approx((total / tokens).item(), rel=1e-4)
+    named = loaded.model.named_parameters()
+    close(ran.gradients, {name: p.grad for name, p in named if p.grad is not None})
+
+
+@pytest.mark.req("GROUP-03", "PACK-04")
+def test_answers_of_a_group_may_share_a_pack_or_not(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
+) -> None:
+    packed = run_step(group_config(toy_checkpoint, toy_data, tmp_path), scenes)
+    alone = {"training": {"packing": False}}
+    apart = run_step(group_config(toy_checkpoint, toy_data, tmp_path, **alone), scenes)
+    packs = "packing/post_rollout_packs"
+    assert packed.report.metrics[packs] < apart.report.metrics[packs] == SIZE * len(scenes)
+    close(apart.gradients, packed.gradients)
+
+
+@pytest.mark.req("GROUP-03", "DDP-02")
+def test_two_processes_make_the_step_of_one(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    scenes: list[Sample],
+) -> None:
+    """Answers of unequal lengths in unequal numbers of packs; gradients are averaged."""
+    module = POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": 0.5}}
+    sections: dict[str, Any] = {
+        "stage2_ab": {"pipeline": {"objective": [module]}},
+        "tuner": LORA,
+        "global_max_length": 300,
+    }
+    config = group_config(toy_checkpoint, toy_data, tmp_path, **sections)
+    ordered = sorted(scenes, key=lambda scene: len(scene.objects))
+    one = run_step(config, ordered)
+    models = [in_training(config), in_training(config)]
+    done = in_ranks(2, lambda peers: run_step(config, ordered, peers, models[peers.rank]))
+    ranks = [future.result() for future in done]
+    assert ranks[0].seeds != ranks[1].seeds
+    means = {n: (g + ranks[1].gradients[n]) / 2 for n, g in ranks[0].gradients.items()}
+    close(means, one.gradients)
+    assert sum(rank.loss for rank in ranks) / 2 == pytest.approx(one.loss, rel=1e-4)
+
+
+@pytest.mark.req("GROUP-02", "GROUP-03")
+def test_both_methods_append_missed_objects_beside_the_policy_gradient(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
+) -> None:
+    base = group_config(toy_checkpoint, toy_data, tmp_path)
+    own = {"stage2_ab": {"pipeline": {"objective": [TOKEN_CE, POLICY_GRADIENT]}}}
+    config = group_config(toy_checkpoint, toy_data, tmp_path, **own)
+    assert base.whole_answers
+    assert not config.whole_answers
+    metrics = run_step(config, scenes).report.metrics
+    missed = sum(len(scene.objects) - 1 for scene in scenes)
+    assert metrics["stage2_ab/channel_b/fn_appended"] == missed > 0
+    losses = {key for key in metrics if key.startswith("loss/")}
+    assert losses == {
+        "loss/B_answer/policy_gradient",
+        "loss/B_rollout_text/struct_ce",
+        "loss/B_rollout_text/desc_ce",
+    }
+
+
+# --- the model that a run started from
+
+
+@pytest.mark.req("GROUP-04")
+@pytest.mark.parametrize("tuner", [{}, LORA], ids=["full", "lora"])
+def test_the_start_stays_what_it_was_and_the_trained_model_has_its_gradients(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    scenes: list[Sample],
+    tuner: dict[str, Any],
+) -> None:
+    module = POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": 0.3}}
+    own: dict[str, Any] = {"stage2_ab": {"pipeline": {"objective": [module]}}}
+    if tuner:
+        own["tuner"] = tuner
+    config = group_config(toy_checkpoint, toy_data, tmp_path, **own)
+    loaded = load_model(config)
+    loaded.model.train()
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
+    start = StartModel(config, loaded)
+    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start=start)
+    answers = Answering(scenes, loaded.tokenizer, prompt)
+    policy = Policy(answers, asking_of(config))
+    policy.push()
+    asked = [scene for scene in scenes for _ in range(SIZE)]
+    segments, _ = recipe.channel_b.segments(asked, policy.answer(asked, 1))
+    pack = make_pack(segments)
+
+    def forward() -> tuple[Tensor, dict[str, float]]:
+        loaded.model.zero_grad()
+        found = recipe.loss(loaded.model, pack, "B")
+        found.total.backward()
+        reader = recipe.objective.reader(recipe.objective.select(pack.supervision, "B"))
+        return start.forward(pack, reader.kept), found.atoms
+
+    before, atoms = forward()
+    assert atoms["loss/B_answer/kl"] == pytest.approx(0, abs=1e-9)
+    trained = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None for p in trained.values())
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
+    after, atoms = forward()
+    assert torch.equal(after, before)
+    assert atoms["loss/B_answer/kl"] > 1e-6
+    assert {name for name, p in loaded.model.named_parameters() if p.requires_grad} == set(trained)
