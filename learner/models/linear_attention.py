@@ -45,17 +45,18 @@ class _Separate(nn.Module):
     ) -> Tensor:
         """(1, L, hidden) -> (1, L, hidden). The others are of `packed_bounds`."""
         forward = super().forward
+        found: Tensor
         if cu_seq_lens_q is None:
-            found: Tensor = forward(hidden_states, **kwargs)
-            return found
-        if hidden_states.is_cuda and _has_kernels():
+            found = forward(hidden_states, **kwargs)
+        elif hidden_states.is_cuda and _has_kernels():
             token = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             segment = torch.searchsorted(cu_seq_lens_q[1:], token, out_int32=True, right=True)
             own = {"cu_seq_lens_q": cu_seq_lens_q, "seq_idx": segment[None]}
             found = forward(hidden_states, **kwargs, **own)
-            return found
-        parts = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
-        return torch.cat([forward(part, **kwargs) for part in parts], dim=1)
+        else:
+            parts = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
+            found = torch.cat([forward(part, **kwargs) for part in parts], dim=1)
+        return found
 
 
 def _has_kernels() -> bool:

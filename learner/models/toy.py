@@ -93,10 +93,10 @@ _EXPERTS = {
     "norm_topk_prob": True,  # vLLM reads it
 }
 _LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,  # vLLM's CPU build has no kernel for others
+    "linear_value_head_dim": 128,
 }
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 192}
 _QUARTER = {"mrope_interleaved": True, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
