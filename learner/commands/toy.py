@@ -58,7 +58,7 @@ def make_model(
         Path | None, typer.Option(help="Add the coordinate tokens to this checkpoint instead.")
     ] = None,
     family: Annotated[
-        Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"] | None,
+        Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"] | None,
         typer.Option(help="Model family of the toy. (qwen3_vl)", show_default=False),
     ] = None,
     tie: Annotated[

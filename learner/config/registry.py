@@ -23,6 +23,8 @@ MODEL_FAMILIES = {
     "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN2_5_VL",
     "qwen3_vl": "learner.models.families.qwen_vl:QWEN3_VL",
     "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN3_VL",
+    "qwen3_5": "learner.models.families.qwen_vl:QWEN3_5",
+    "qwen3_5_moe": "learner.models.families.qwen_vl:QWEN3_5",
 }
 
 

@@ -49,7 +49,11 @@ class Arithmetic:
             forward[kind] += 2 * used
             both[kind] += 2 * used * (1 + passed + weight.requires_grad)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        causal = 2.0 * text.num_attention_heads * width * text.num_hidden_layers
+        linear = _linear_attention(text)
+        forward["text"] += linear
+        both["text"] += 3 * linear
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        causal = 2.0 * text.num_attention_heads * width * kinds.count("full_attention")
         layer, backward = 4.0 * vision.hidden_size, _ATTENTION if sees else 1
         full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
         frames, windows = layer * full, layer * (vision.depth - full)
@@ -86,6 +90,24 @@ def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]
             for weight in module.parameters(recurse=False):
                 used = text.num_experts_per_tok / text.num_experts if weight.ndim == 3 else 1
                 yield name, used * weight.numel(), weight
+
+
+def _linear_attention(text: Any) -> float:
+    """FLOPs of a token in the forward of all layers of gated delta rule, beside their projections.
+
+    Products of a chunk of 64 tokens with keys, values and the state, and the convolution (Yang et
+    al., "Gated Delta Networks", arXiv 2412.06464, section 3.3).
+
+    text: config of the language model.
+    """
+    layers = (getattr(text, "layer_types", None) or []).count("linear_attention")
+    if not layers:
+        return 0.0
+    keys, values = text.linear_key_head_dim, text.linear_value_head_dim
+    heads, chunk = text.linear_num_value_heads, 64
+    rule = heads * (chunk * (2 * keys + values) + 3 * keys * values)
+    width = 2 * keys * text.linear_num_key_heads + values * heads
+    return 2.0 * layers * (rule + width * text.linear_conv_kernel_dim)
 
 
 class DeviceUse:

@@ -26,6 +26,7 @@ from learner.models.coord_tokens import untrained, vocab_modules
 from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import check_head
+from learner.models.linear_attention import separate_segments
 from learner.models.loading import loading
 from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
@@ -180,6 +181,8 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     use_product(model, family.patch_embedding)
+    if family.linear_attention is not None:
+        separate_segments(model, family.linear_attention)
     inner = family.inner(model)
     rates = {"vision": config.training.vit_lr, "aligner": config.training.aligner_lr}
     for name, parameter in model.named_parameters():

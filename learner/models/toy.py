@@ -6,6 +6,8 @@ image processor), at a size two CPU cores train in minutes:
     qwen3_vl       patches of 8 pixels, deepstack, interleaved RoPE
     qwen2_5_vl     patches of 14 pixels, of which each sees a window of 4 x 4 but in the last layer
     qwen3_vl_moe   qwen3_vl with 4 experts in each layer, 2 of them for a token
+    qwen3_5        patches of 8 pixels, three layers of linear attention and one of full attention
+    qwen3_5_moe    qwen3_5 with 4 experts in each layer and one that every token has
 
 An image of 64 x 64 pixels has 16 tokens in all of them.
 
@@ -53,7 +55,7 @@ from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
-ToyFamily = Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"]
+ToyFamily = Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 MERGE_SIZE = 2
 CONTEXT = 1024
@@ -82,13 +84,22 @@ class _Toy:
     rope: dict[str, Any] = field(default_factory=lambda: {"mrope_interleaved": True})
 
 
-_DEEPSTACK = {"num_position_embeddings": (IMAGE_SIDE // 8) ** 2, "deepstack_visual_indexes": [1]}
+_POSITIONS = {"num_position_embeddings": (IMAGE_SIDE // 8) ** 2}
+_DEEPSTACK = _POSITIONS | {"deepstack_visual_indexes": [1]}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 192,
     "norm_topk_prob": True,  # vLLM reads it
 }
+_LINEAR = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,  # vLLM's CPU build has no kernel for others
+    "linear_value_head_dim": 128,
+}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 192}
+_QUARTER = {"mrope_interleaved": True, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
 _TOYS: dict[ToyFamily, _Toy] = {
     "qwen3_vl": _Toy("Qwen3VLForConditionalGeneration", vision=_DEEPSTACK),
     "qwen2_5_vl": _Toy(
@@ -101,6 +112,15 @@ _TOYS: dict[ToyFamily, _Toy] = {
         rope={},
     ),
     "qwen3_vl_moe": _Toy("Qwen3VLMoeForConditionalGeneration", text=_EXPERTS, vision=_DEEPSTACK),
+    "qwen3_5": _Toy(
+        "Qwen3_5ForConditionalGeneration", text=_LINEAR, vision=_POSITIONS, rope=_QUARTER
+    ),
+    "qwen3_5_moe": _Toy(
+        "Qwen3_5MoeForConditionalGeneration",
+        text=_LINEAR | _EXPERTS | _SHARED_EXPERT,
+        vision=_POSITIONS,
+        rope=_QUARTER,
+    ),
 }
 
 

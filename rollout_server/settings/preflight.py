@@ -39,6 +39,7 @@ def check_settings(settings: ServerSettings) -> ServerSettings:
     Raises ContractError for a missing model, GPU, memory or token.
     """
     check_checkpoint(checkpoint_chain(settings.model, "model")[-1])
+    check_linear_attention(settings)
     check_access(settings)
     check_media(settings)
     if settings.distributed_executor_backend == "ray":  # which places the replicas itself
@@ -74,6 +75,23 @@ def check_checkpoint(model: Path) -> None:
         if not os.path.isfile(file):
             found = f"{file} is a broken link, or cannot be read"
             raise ContractError("model", found, "Copy the weights")
+
+
+def check_linear_attention(settings: ServerSettings) -> None:
+    """Check what vLLM's CPU build needs for layers of linear attention (Qwen3.5)."""
+    layers = text_config(settings.model).get("layer_types") or ()
+    if settings.device != "cpu" or "linear_attention" not in layers:
+        return
+    folder = checkpoint_chain(settings.model, "model")[-1]
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = content.get("dtype") or content.get("torch_dtype")
+    if (own if settings.dtype == "auto" else settings.dtype) != "bfloat16":
+        found = "the model has linear attention, which vLLM computes in bfloat16 alone on a CPU"
+        raise ContractError("dtype", found, "Give --dtype bfloat16")
+    if settings.enable_prefix_caching:
+        found = "the model has linear attention, whose state vLLM does not cache on a CPU"
+        do = "Give --no-prefix-caching, and set rollout_matching.vllm.enable_prefix_caching: false"
+        raise ContractError("enable_prefix_caching", found, do)
 
 
 def read_token(settings: ServerSettings, environment: Mapping[str, str]) -> SecretStr | None:

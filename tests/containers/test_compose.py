@@ -19,7 +19,7 @@ from learner.data.toy import make_data
 from learner.models.toy import make_model
 from tests.containers.engine import IMAGE, ROOT, Engine, import_image, mounts, running_engine
 
-pytestmark = [pytest.mark.slow, pytest.mark.req("DEP-01"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.req("DEP-01")]
 
 SERVER, LEARNER = "server-cpu", "learner-cpu"
 LIMIT_S = 240

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from learner.rollout.server_process import ServerProcess
 
 PROMPT = "Detect every object."
-START_TIMEOUT_S = 280.0
+START_TIMEOUT_S = 840.0
 
 
 @dataclass(frozen=True)

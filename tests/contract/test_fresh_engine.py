@@ -60,6 +60,8 @@ class Case:
     options: tuple[str, ...] = ()
 
 
+# What vLLM's CPU build needs for linear attention.
+LINEAR = ("--dtype", "bfloat16", "--no-prefix-caching")
 # A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py), an untied one that
 # of test_replicas.py.
 FLOAT32 = {
@@ -70,6 +72,8 @@ CASES = FLOAT32 | {
     "tensor parallel": Case(
         "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
     ),
+    "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
+    "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
 
 

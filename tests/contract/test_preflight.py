@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from learner.models.toy import make_model
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import (
@@ -197,6 +199,17 @@ def test_ray_must_be_installed_to_be_used(model: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ContractError, match="ray is not installed"):
         check_settings(ray)
+
+
+@pytest.mark.req("SRV-04", "FAM-01")
+def test_linear_attention_on_a_cpu_needs_bfloat16_and_no_prefix_caching(tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0, family="qwen3_5")
+    of_toy = partial(ServerSettings, model=tmp_path / "toy", device="cpu")
+    for options, where in [({}, "dtype"), ({"dtype": "bfloat16"}, "enable_prefix_caching")]:
+        with pytest.raises(ContractError) as error:
+            check_settings(of_toy(**options))
+        assert error.value.where == where
+    check_settings(of_toy(dtype="bfloat16", enable_prefix_caching=False))
 
 
 @pytest.mark.req("SRV-04")

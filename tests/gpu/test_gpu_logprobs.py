@@ -10,7 +10,6 @@ from tests.contract.log_probabilities import differences
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)
 @pytest.mark.req("ROLL-01", "PACK-04")
 def test_the_learner_gives_answers_the_probabilities_that_the_engine_gives_them(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path

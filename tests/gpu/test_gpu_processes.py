@@ -37,6 +37,5 @@ def test_each_process_takes_the_gpu_of_its_local_rank_and_sums_over_nccl(tmp_pat
 
 @pytest.mark.gpu(3)
 @pytest.mark.req("SYNC-02", "SYNC-03", "SYNC-06", "SYNC-08", "DDP-02")
-@pytest.mark.timeout(900)
 def test_a_model_sharded_over_two_gpus_is_pushed_to_a_third(tmp_path: Path) -> None:
     check_pushes(pushed_from_shards(tmp_path, ON_0, "nccl", CUDA_VISIBLE_DEVICES="1,2"))

@@ -12,7 +12,7 @@ from tests.gpu.servers import FRACTION, LORA, SLEEPS, over
 from tests.gpu.test_gpu_transfer import answers, push, weights_on
 
 # Two servers one after another, which compile what they run and capture graphs.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu]
 
 # Of the fraction, what an engine gives up at least: all but what it needs for a forward.
 GIVEN_UP = 0.5

@@ -32,7 +32,7 @@ from tests.gpu.servers import LORA, OF_TWO_WORKERS, ON_0, SHARED_0, over
 from tests.unit.fleets import wait_until
 
 # Two servers one after another, which compile what they run and capture graphs.
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu]
 
 # Of a learner that is killed: its end is noticed before.
 LONG_S = 600.0

@@ -167,7 +167,6 @@ def comparable(outputs: Answers) -> Answers:
     "ARCH-03", "ROLL-01", "ROLL-03", "SYNC-07", "REP-03", "SEED-02", "CFG-09", "CHB-01"
 )
 @pytest.mark.scenario("Backend implementation swap preserves rollout contract")
-@pytest.mark.timeout(600)
 def test_all_backends_answer_alike(
     tied: Path, other_tied: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.contract.running_server import children, wait_until_gone
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.unit.small_run import small_mapping
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 PROCESSES, STEPS, SAMPLES = 2, 2, 4
 LEARNER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

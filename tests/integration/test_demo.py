@@ -74,7 +74,6 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.req("WORLD-01", "CLEAN-01")
-@pytest.mark.timeout(600)
 def test_crowded_demo_of_a_few_steps_runs_all_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from tests.unit.small_run import small_mapping
 
 STEPS = 4
 
-pytestmark = [pytest.mark.req("DEP-02"), pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.req("DEP-02"), pytest.mark.slow]
 
 
 @pytest.fixture

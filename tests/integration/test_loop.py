@@ -23,8 +23,6 @@ from tests.contract.running_server import RunningServer
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.integration.shared_server import address_of, give_back
 
-pytestmark = pytest.mark.timeout(600)
-
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
 SCENES, MEMORY_STEPS, STEPS = 4, 60, 4

@@ -28,7 +28,7 @@ from tests.integration.process_run import run
 from tests.integration.ranks import Nursery, nursery
 from tests.unit.small_run import small_mapping
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 RUN_S = 500.0
 HF = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}

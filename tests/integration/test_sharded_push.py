@@ -11,6 +11,5 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.req("SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
-@pytest.mark.timeout(600)
 def test_a_sharded_model_is_pushed_whole_and_verified(tmp_path: Path) -> None:
     check_pushes(pushed_from_shards(tmp_path, CPU, "gloo"))

@@ -27,7 +27,7 @@ from tests.integration.two_hosts import (
 )
 from tests.unit.small_run import small_mapping
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly]
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS_PORT = 29_500

@@ -22,7 +22,7 @@ from tests.rehearsal.faked_gpus import UUIDS
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.sparse_weights import write_sparse_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.req("FULL-06", "FULL-10")]
+pytestmark = [pytest.mark.slow, pytest.mark.req("FULL-06", "FULL-10")]
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 
 from learner.config.schema import Config
 from learner.models.gpus import Gpu
+from learner.models.linear_attention import separate_segments
 from learner.models.load import LoadedModel
 from learner.models.packs import IMAGE, Pack
 from learner.models.patch_embedding import use_product
@@ -218,6 +219,8 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
         return _BACKWARD * _attention(args[1], args[6], causal=args[10])
     if name == "aten::_grouped_mm":
         return float(2 * args[0].numel() * args[1].shape[-1])
+    if name == "aten::convolution_backward" and args[9] > 1:  # torch's formula forgets the groups
+        return float(4 * args[0].numel() * args[2][0].numel())
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=found)) if formula is not None else 0.0
 
@@ -313,6 +316,8 @@ def step_model(config: Config) -> LoadedModel:
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     use_product(model, loaded.family.patch_embedding)
+    if loaded.family.linear_attention is not None:
+        separate_segments(model, loaded.family.linear_attention)
     model.train()
     return loaded
 

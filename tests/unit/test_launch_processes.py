@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "pauses_s": [0.0, 0.0],
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.req("DEP-02"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.req("DEP-02")]
 
 
 class Launch(StartedCommand):

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from tests.unit.toy_learner import PROMPT, ToyLearner
 
 pytestmark = pytest.mark.req("FAM-01")
 
-FAMILIES: tuple[ToyFamily, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
+FAMILIES: tuple[ToyFamily, ...] = get_args(ToyFamily)
 Load = Callable[..., LoadedModel]
 
 
@@ -142,9 +142,11 @@ def test_all_linear_adapts_the_language_model(load: Load) -> None:
     tuner = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "train_coordinate_rows": False}
     loaded = load(tuner=tuner)
     trained = {n.split(".lora_")[0] for n, p in loaded.model.named_parameters() if p.requires_grad}
-    wanted = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    if not hasattr(loaded.inner.config.get_text_config(), "num_experts"):
+    wanted, text = {"q_proj", "k_proj", "v_proj", "o_proj"}, loaded.inner.config.get_text_config()
+    if not hasattr(text, "num_experts") or hasattr(text, "shared_expert_intermediate_size"):
         wanted |= {"gate_proj", "up_proj", "down_proj"}
+    if loaded.family.linear_attention is not None:
+        wanted |= {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
     assert {name.rpartition(".")[2] for name in trained} == wanted
     assert all("language_model" in name for name in trained)
 

@@ -1,8 +1,9 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts.
 
 Four rows of positions, those of the text and the three of multimodal RoPE, keep the segments of a
 packed row apart: each restarts per segment, and without a mask and a cache the text row's restarts
 become block-diagonal causal attention. With fewer rows segments leak into each other silently.
+Layers of linear attention need the bounds of segments (`linear_attention.py`).
 """
 
 import math
@@ -122,12 +123,14 @@ class Family:
     placeholder: token of the chat template that stands for an image.
     inputs: what the model takes beside ids and positions, in the order of `vision_inputs`.
     language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
+    linear_attention: end of the names of the layers of linear attention; None where it has none.
     patch_embedding: end of the name of the convolution that `patch_embedding.py` makes a product.
     """
 
     placeholder = "<|image_pad|>"
     inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
     language_linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    linear_attention: str | None = None
     patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
@@ -226,6 +229,16 @@ class Qwen3VL(Family):
         return replace(found, rows=rows)
 
 
+class Qwen35(Qwen3VL):
+    """Qwen3.5, dense and with experts: three of four layers are linear attention."""
+
+    language_linear = (
+        r".*language_model.*\.((q|k|v|o|gate|up|down)_proj|in_proj_(qkv|z|a|b)|out_proj)"
+    )
+    linear_attention = ".linear_attn"
+
+
 QWEN_VL = Family()
 QWEN2_5_VL = Qwen25VL()
 QWEN3_VL = Qwen3VL()
+QWEN3_5 = Qwen35()
