@@ -18,61 +18,40 @@
 | `RepeatGuard`, `RepeatTerminateConfig` | the guard against repetition, and its settings |
 | `ContractError` | the error of bad input: where, what was found, what to do |
 
-A name's module is imported when the name is first used, so `import learner.api` loads no torch.
+The import loads no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from learner.config import load_config
+from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.stages.coords import decode_bin, encode_bin
+from learner.stages.formats.coord_json import parse_rollout, serialize_append
+from learner.stages.matching import mask_iou, match_objects
+from learner.stages.packing.plan import plan_packs, select_segments
+from learner.stages.schedule import channel_for_step
+from learner.stages.targets import build_target
+from learner.stages.transport_plan import sinkhorn_barycentric
+from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
 
-if TYPE_CHECKING:
-    from learner.config import load_config as load_config
-    from learner.rollout.distribution import plan_chunks as plan_chunks
-    from learner.rollout.distribution import rank_chunk_size as rank_chunk_size
-    from learner.rollout.seeds import request_seed as request_seed
-    from learner.rollout.seeds import rollout_seed_base as rollout_seed_base
-    from learner.stages.coords import decode_bin as decode_bin
-    from learner.stages.coords import encode_bin as encode_bin
-    from learner.stages.formats.coord_json import parse_rollout as parse_rollout
-    from learner.stages.formats.coord_json import serialize_append as serialize_append
-    from learner.stages.matching import mask_iou as mask_iou
-    from learner.stages.matching import match_objects as match_objects
-    from learner.stages.packing.plan import plan_packs as plan_packs
-    from learner.stages.packing.plan import select_segments as select_segments
-    from learner.stages.schedule import channel_for_step as channel_for_step
-    from learner.stages.targets import build_target as build_target
-    from learner.stages.transport_plan import sinkhorn_barycentric as sinkhorn_barycentric
-    from shared_contracts.errors import ContractError as ContractError
-    from shared_contracts.repeat_guard import RepeatGuard as RepeatGuard
-    from shared_contracts.repeat_guard import RepeatTerminateConfig as RepeatTerminateConfig
-
-_MODULES = {
-    "ContractError": "shared_contracts.errors",
-    "RepeatGuard": "shared_contracts.repeat_guard",
-    "RepeatTerminateConfig": "shared_contracts.repeat_guard",
-    "build_target": "learner.stages.targets",
-    "channel_for_step": "learner.stages.schedule",
-    "decode_bin": "learner.stages.coords",
-    "encode_bin": "learner.stages.coords",
-    "load_config": "learner.config",
-    "mask_iou": "learner.stages.matching",
-    "match_objects": "learner.stages.matching",
-    "parse_rollout": "learner.stages.formats.coord_json",
-    "plan_chunks": "learner.rollout.distribution",
-    "plan_packs": "learner.stages.packing.plan",
-    "rank_chunk_size": "learner.rollout.distribution",
-    "request_seed": "learner.rollout.seeds",
-    "rollout_seed_base": "learner.rollout.seeds",
-    "select_segments": "learner.stages.packing.plan",
-    "serialize_append": "learner.stages.formats.coord_json",
-    "sinkhorn_barycentric": "learner.stages.transport_plan",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(_MODULES)
+__all__ = [
+    "ContractError",
+    "RepeatGuard",
+    "RepeatTerminateConfig",
+    "build_target",
+    "channel_for_step",
+    "decode_bin",
+    "encode_bin",
+    "load_config",
+    "mask_iou",
+    "match_objects",
+    "parse_rollout",
+    "plan_chunks",
+    "plan_packs",
+    "rank_chunk_size",
+    "request_seed",
+    "rollout_seed_base",
+    "select_segments",
+    "serialize_append",
+    "sinkhorn_barycentric",
+]
