@@ -152,7 +152,7 @@ class CommunicatorReady(Wire):
     """The weight group has been formed.
 
     weights_version: of the server; the versions of the learner's pushes follow it.
-    dtype: of the engines' weights; the learner sends this type.
+    dtype: of the engines' weights; the learner sends each parameter in its `wire_dtype`.
     """
 
     weights_version: Count
@@ -160,6 +160,15 @@ class CommunicatorReady(Wire):
     transport: Transport
     server_epoch: str
     dtype: DtypeName
+
+
+# Engines hold these parameters, the decays of linear attention, in float32.
+_WIDE = ".A_log"
+
+
+def wire_dtype(name: str, dtype: DtypeName) -> DtypeName:
+    """Return the type in which a parameter travels to engines whose weights have `dtype`."""
+    return "float32" if name.endswith(_WIDE) else dtype
 
 
 class ParameterMeta(Wire):

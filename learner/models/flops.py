@@ -107,7 +107,7 @@ def _linear_attention(text: Any) -> float:
     heads, chunk = text.linear_num_value_heads, 64
     rule = heads * (chunk * (2 * keys + values) + 3 * keys * values)
     width = 2 * keys * text.linear_num_key_heads + values * heads
-    return 2.0 * layers * (rule + width * text.linear_conv_kernel_dim)
+    return float(2 * layers * (rule + width * text.linear_conv_kernel_dim))
 
 
 class DeviceUse:

@@ -5,7 +5,6 @@ along a whole row. Position ids do not stop them. Kernels for GPUs take the boun
 transformers' own functions in torch do not, so with them each segment has a call of its own.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +19,8 @@ def separate_segments(model: nn.Module, ending: str) -> None:
     """
     for name, module in model.named_modules():
         if name.endswith(ending):
-            module.__class__ = _separate(type(module))
-
-
-@cache
-def _separate(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Separate, kind), {})
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_Separate, kind), {})
 
 
 class _Separate(nn.Module):
@@ -61,4 +56,4 @@ class _Separate(nn.Module):
 
 def _has_kernels() -> bool:
     """Whether transformers finds the kernels of convolution and recurrence, which take bounds."""
-    return is_flash_linear_attention_available() and is_causal_conv1d_available()
+    return bool(is_flash_linear_attention_available() and is_causal_conv1d_available())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_server.runtime.refusals import refusal
 from shared_contracts.errors import Problem, ProblemError
-from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
 
 # Faults that a refusal lists; it counts them all.
 MOST_LISTED = 32
@@ -50,8 +50,8 @@ def check_manifest(
             faults.append((parameter.name, "unexpected", "the model has no such parameter"))
         elif shape != parameter.shape:
             faults.append((parameter.name, "shape", f"{parameter.shape}, not {shape}"))
-        elif parameter.dtype != dtype:
-            faults.append((parameter.name, "dtype", f"{parameter.dtype}, not {dtype}"))
+        elif parameter.dtype != (wanted := wire_dtype(parameter.name, dtype)):
+            faults.append((parameter.name, "dtype", f"{parameter.dtype}, not {wanted}"))
     if not faults:
         return
     name, kind, detail = faults[0]

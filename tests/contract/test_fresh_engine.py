@@ -64,16 +64,16 @@ class Case:
 LINEAR = ("--dtype", "bfloat16", "--no-prefix-caching")
 # A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py), an untied one that
 # of test_replicas.py.
-FLOAT32 = {
+TRAINED = {
     "two replicas of qwen2_5_vl": Case("qwen2_5_vl", True, "gloo", ("--replicas", "2")),
     "qwen3_vl_moe": Case("qwen3_vl_moe", False, "gloo"),
+    "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
+    "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
-CASES = FLOAT32 | {
+CASES = TRAINED | {
     "tensor parallel": Case(
         "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
     ),
-    "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
-    "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
 
 
@@ -83,6 +83,7 @@ class Pushed:
 
     server: RunningServer
     transport: Transport
+    prefix_caching: bool
     loaded: Answers
     before: Answers
     pushed: Answers
@@ -140,7 +141,8 @@ def pushed(
             pusher = WeightPusher(client, free_ports(1)[0], source, case.transport, 2**18)
             pusher.push(1)
             pusher.close()
-            yield Pushed(server, case.transport, loaded, before, answers(server))
+            cached = case.options != LINEAR
+            yield Pushed(server, case.transport, cached, loaded, before, answers(server))
 
 
 @pytest.mark.req("FAM-01", "SYNC-02", "SYNC-03", "SYNC-05", "SYNC-06", "SEED-02", "SRV-05")
@@ -151,7 +153,7 @@ def test_a_pushed_engine_answers_as_one_that_loaded_the_weights(pushed: Pushed) 
 
 
 @pytest.mark.req("FAM-01", "SYNC-02", "SYNC-06", "SYNC-10", "STEP-01")
-@pytest.mark.parametrize("pushed", FLOAT32, indirect=True)
+@pytest.mark.parametrize("pushed", TRAINED, indirect=True)
 def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
     pushed: Pushed, tmp_path: Path
 ) -> None:
@@ -173,7 +175,11 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
         "stage2_ab": {"schedule": {"b_ratio": 1.0}},
         "rollout_matching": {
             "max_new_tokens": 24,
-            "vllm": {"server": {"servers": [address]}, "sync": sync},
+            "vllm": {
+                "server": {"servers": [address]},
+                "sync": sync,
+                "enable_prefix_caching": pushed.prefix_caching,
+            },
         },
     }
     config = parse_config(merge(load_mapping(DEMO), sections))
@@ -187,7 +193,7 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
 
 
 @pytest.mark.req("SRV-05", "SRV-08")
-@pytest.mark.parametrize("pushed", list(FLOAT32)[:1], indirect=True)
+@pytest.mark.parametrize("pushed", list(TRAINED)[:1], indirect=True)
 def test_a_killed_server_leaves_no_orphan_and_no_file(pushed: Pushed) -> None:
     """The last test of its server."""
     below = children(pushed.server.process.pid)

@@ -205,9 +205,9 @@ def test_ray_must_be_installed_to_be_used(model: Path, monkeypatch: pytest.Monke
 def test_linear_attention_on_a_cpu_needs_bfloat16_and_no_prefix_caching(tmp_path: Path) -> None:
     make_model(tmp_path / "toy", seed=0, family="qwen3_5")
     of_toy = partial(ServerSettings, model=tmp_path / "toy", device="cpu")
-    for options, where in [({}, "dtype"), ({"dtype": "bfloat16"}, "enable_prefix_caching")]:
+    for toy, where in [(of_toy(), "dtype"), (of_toy(dtype="bfloat16"), "enable_prefix_caching")]:
         with pytest.raises(ContractError) as error:
-            check_settings(of_toy(**options))
+            check_settings(toy)
         assert error.value.where == where
     check_settings(of_toy(dtype="bfloat16", enable_prefix_caching=False))
 

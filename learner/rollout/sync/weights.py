@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WeightSource(Protocol):
         """Return name, type and shape of what `tensors` yields, without making any of it."""
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, detached tensor of `dtype`)."""
+        """Yield (name, detached tensor of its `wire_dtype`)."""
 
 
 class MergedWeights:
@@ -58,7 +58,7 @@ class MergedWeights:
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         return [
-            ParameterMeta(name=name, dtype=dtype, shape=shape)
+            ParameterMeta(name=name, dtype=wire_dtype(name, dtype), shape=shape)
             for fused, weight, _ in self._entries()
             for name, shape in unfused(fused, weight.shape)
         ]
@@ -68,7 +68,7 @@ class MergedWeights:
         """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
-            yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
+            yield from _experts_apart(name, _cast(name, merged, dtype))
 
     def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does, in a push by all processes at the same time."""
@@ -115,7 +115,7 @@ class GatheredWeights(MergedWeights):
         a time. A host tensor of the last call is written to again.
         """
         for name, weight, _ in self._entries():
-            whole = weight.detach().to(getattr(torch, dtype))
+            whole = _cast(name, weight.detach(), dtype)
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             if self._sends:
@@ -132,7 +132,11 @@ class GatheredWeights(MergedWeights):
         """(checkpoint name, weight); one that needs no cast is kept until the next `gather`."""
         assert self._whole, "`gather` comes before a push, which another process makes"
         for name, weight in self._whole.items():
-            yield from _experts_apart(name, weight.to(getattr(torch, dtype)))
+            yield from _experts_apart(name, _cast(name, weight, dtype))
+
+
+def _cast(name: str, weight: Tensor, dtype: DtypeName) -> Tensor:
+    return weight.to(getattr(torch, wire_dtype(name, dtype)))
 
 
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
