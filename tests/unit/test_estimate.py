@@ -239,7 +239,7 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     assert shown.exit_code == 0, shown.output
     assert "Each of 1 learner GPU" in shown.stdout
     assert "6,230 tokens/s" in shown.stdout
-    assert "real steps reach 60 to 70 %" in shown.stdout
+    assert "Real steps reach 55% to 69% of a bound" in shown.stdout
     as_document = ["estimate", str(both), "--gpu", "h100", "--json"]
     document = json.loads(CliRunner().invoke(app, as_document).stdout)
     assert (document["gpu"], document["fits"]) == ("H100", True)
@@ -249,6 +249,10 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     assert document["push_bytes"] == document["channels"]["A"]["weights_bytes"]
     steps = [document["served_steps_seconds_at_best"][str(count)] for count in (1, 2, 4, 8)]
     assert steps == sorted(steps, reverse=True)
+    best, expected = (
+        document["channels"]["B"][f"step_seconds_{kind}"] for kind in ("at_best", "expected")
+    )
+    assert expected == pytest.approx([best / 0.69, best / 0.55])
     least = document["channels"]["B"]["step_seconds_at_best"] + document["push_seconds_at_best"]
     assert steps[-1] >= least
     assert "Steps of channel B" in CliRunner().invoke(app, as_document[:-1]).stdout
