@@ -1,6 +1,7 @@
 """The manifest that the server expects, and its refusals (SYNC-05)."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import transformers
@@ -18,17 +19,21 @@ EXPECTED = {"a": [2, 3], "b": [4]}
 
 @pytest.mark.req("SYNC-02", "SYNC-05", "SYNC-06")
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", get_args(ToyFamily))
 def test_a_learner_sends_what_the_server_expects(
     tmp_path: Path, family: ToyFamily, tie: bool
 ) -> None:
     folder = make_checkpoint(tmp_path / "model", seed=0, tie=tie, family=family)
     (architecture,) = AutoConfig.from_pretrained(folder).architectures
     model = getattr(transformers, architecture).from_pretrained(folder)
-    sent = {each.name: each.shape for each in MergedWeights(model).metadata("bfloat16")}
+    manifest = MergedWeights(model).metadata("bfloat16")
+    check_manifest(manifest, checkpoint_parameters(folder), "bfloat16")
+    wide = {each.name.rpartition(".")[2] for each in manifest if each.dtype == "float32"}
+    assert wide == ({"A_log"} if family.startswith("qwen3_5") else set())
+    sent = {each.name: each.shape for each in manifest}
     assert checkpoint_parameters(folder) == sent
     assert ("lm_head.weight" in sent) == (not tie)
-    assert any(".experts.0.gate_proj." in name for name in sent) == (family == "qwen3_vl_moe")
+    assert any(".experts.0.gate_proj." in name for name in sent) == family.endswith("_moe")
 
 
 def parameter(name: str, *shape: int, dtype: DtypeName = "float32") -> ParameterMeta:
