@@ -5,6 +5,7 @@ forwards of one process and of several are equal, so losses and updates are, too
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,8 +150,9 @@ def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -
         text=True,
         timeout=RUN_S,
         cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr[-20000:]
     assert "Warning" not in done.stderr
     return world.runs(group, files)
 
