@@ -75,11 +75,6 @@ CASES = TRAINED | {
     "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
     "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
-# There vLLM packs the weights of convolutions when it loads them, which is untried.
-PACKS = pytest.mark.skipif(
-    torch.cpu.get_capabilities().get("avx512_bf16", False),
-    reason="Qwen3.5 is untried on CPUs with AVX512-BF16",
-)
 
 
 @dataclass(frozen=True)
@@ -149,14 +144,7 @@ def pushed(
 
 
 @pytest.mark.req("FAM-01", "SYNC-02", "SYNC-03", "SYNC-05", "SYNC-06", "SEED-02", "SRV-05")
-@pytest.mark.parametrize(
-    "pushed",
-    [
-        pytest.param(name, marks=[PACKS] if case.options == LINEAR else [])
-        for name, case in CASES.items()
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("pushed", CASES, indirect=True)
 def test_a_pushed_engine_answers_as_one_that_loaded_the_weights(pushed: Pushed) -> None:
     assert pushed.pushed == pushed.loaded
     assert all(old != new for old, new in zip(pushed.before, pushed.loaded, strict=True))
