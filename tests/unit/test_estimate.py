@@ -150,6 +150,7 @@ COST = StepCost(
     tokens=100,
     packs=2,
     weights=10 * 2**30,
+    start=0,
     gradients=2**30,
     moments=335 * 2 * 10**9 // 7,
     working=2**30,
@@ -181,6 +182,35 @@ def test_step_time_is_packs_and_update(changed: Changed) -> None:
     assert split.push_s == pytest.approx(split.gather_s + 9 / 64), "through the host"
     for sent, seconds in ((225, 1.1), (900, 4.1)):  # computation hides messages
         assert split.step_s(replace(COST, sent=sent * 1e9)) == pytest.approx(seconds)
+
+
+@pytest.mark.req("GROUP-01", "GROUP-04")
+def test_groups_count_each_answer_and_the_starting_model(
+    toy_checkpoint: Path, samples: list[Sample]
+) -> None:
+    profile = load_mapping(PROFILES.parents[1] / "stage2_group_relative" / "smoke" / "default.yaml")
+    own = {"model": {"model": str(toy_checkpoint)}, "training": {"packing": False}}
+
+    def of_group(size: int, kl_weight: float, tuner: dict[str, Any]) -> Estimate:
+        mapping = merge(profile, own | {"tuner": tuner, "group_relative": {"group_size": size}})
+        (module,) = mapping["pipeline"]["objective"]
+        module["config"]["kl_weight"] = kl_weight
+        return estimate(parse_config(mapping), samples, H100, 1)
+
+    def seconds(found: Estimate) -> list[float]:
+        return [step["answers_seconds"] for step in found.served_steps()]
+
+    full = {"train_type": "full"}
+    four, eight, pulled = (of_group(*of, full) for of in ((4, 0.0), (8, 0.0), (4, 0.1)))
+    one, two, more = (found.costs["B"] for found in (four, eight, pulled))
+    assert (one.packs, two.packs) == (2 * 4, 2 * 8)
+    assert seconds(eight)[0] > seconds(four)[0]
+    assert (one.start, more.start) == (0, one.weights)
+    assert more.total == one.total + one.weights
+    assert more.flops > one.flops
+    assert more.moved > one.moved
+    adapted = of_group(4, 0.1, LORA).costs["B"]
+    assert adapted.start == 0, "the adapters are disabled"
 
 
 def test_estimate_that_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None:

@@ -28,7 +28,7 @@ from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, r
 # Of a server's GPU, what an engine needs beside weights and cache: the CUDA context, kernels,
 # graphs, activations of a prefill. An engine that sleeps keeps this at most.
 ENGINE_BYTES = 4 * GIB
-_KINDS = ("weights", "gradients", "moments", "working", "total")
+_KINDS = ("weights", "start", "gradients", "moments", "working", "total")
 # Numbers of GPUs of servers that the steps of channel B are estimated for.
 SERVERS = (1, 2, 4, 8)
 # A real step is expected to reach between these shares of a bound; the first is measured, below.
@@ -101,7 +101,7 @@ class Estimate:
         offload = self.config.rollout_matching.offload
         model = 0 if offload.enabled and offload.offload_model else self.largest.weights
         moments = 0 if offload.enabled and offload.offload_optimizer else self.largest.moments
-        return model + moments
+        return model + moments + self.largest.start
 
     @property
     def left(self) -> float:
@@ -168,8 +168,9 @@ class Estimate:
         served, new = self.served, self.config.rollout_matching.max_new_tokens
         if served is None or "B" not in self.costs:
             return
+        requests = self.samples * self.processes * self.config.answers_per_sample
         for servers in (1,) if self.colocated else SERVERS:
-            each = math.ceil(self.samples * self.processes / servers)
+            each = math.ceil(requests / servers)
             rounds = math.ceil(each / max(1, min(served.at_once, self.sequences or 1)))
             read = served.weights + math.ceil(each / rounds) * served.sequence
             prompts = each * (served.length - new) * 2 * served.parameters / self.gpu.flops

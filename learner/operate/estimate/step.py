@@ -65,7 +65,8 @@ class StepCost:
     """One learner process, in bytes and FLOPs.
 
     tokens: of the longest pack. packs: of a step's samples of this process.
-    working: the most beside weights, gradients and moments.
+    weights: of the trained model. start: of a copy of the starting model (GROUP-04).
+    working: the most beside these, gradients and moments.
     flops: of a pack, with what is recomputed. useful: without it, as `perf/mfu` counts.
     moved: of a pack, by operations that memory bounds. sent: of a pack, to other processes.
     """
@@ -73,6 +74,7 @@ class StepCost:
     tokens: int
     packs: int
     weights: int
+    start: int
     gradients: int
     moments: int
     working: int
@@ -83,7 +85,7 @@ class StepCost:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.moments + self.working
+        return self.weights + self.start + self.gradients + self.moments + self.working
 
     def remedy(self, config: Config, room: float) -> str:
         """What makes it smaller, where `room` bytes are too few."""
@@ -147,13 +149,15 @@ def recipe_of(config: Config, loaded: LoadedModel) -> Recipe:
     return recipe_class(config).of_run(config, encoding, loaded.vocab.ids)
 
 
-def longest_pack(config: Config, recipe: Recipe, samples: Sequence[Sample]) -> tuple[Pack, int]:
+def longest_pack(
+    config: Config, recipe: Recipe, samples: Sequence[Sample], answers: int = 1
+) -> tuple[Pack, int]:
     """The longest pack of a step that trains on the ground truth of `samples`, and how many.
 
-    A corrected answer of channel B is as long as the ground truth where the model finds all
-    there is.
+    answers: to each sample. A corrected answer of channel B is as long as the ground truth where
+        the model finds all there is.
     """
-    segments = recipe.channel_a.segments(samples)
+    segments = recipe.channel_a.segments(samples) * answers
     packer = StepPacker(config.training, config.global_max_length, make_pack, lambda fill: None)
     packs = packer.chunk(segments, last=True)
     return max(packs, key=len), len(packs)
@@ -167,24 +171,28 @@ def step_costs(
     loaded: of `meta_model`. samples: of this process's step.
     """
     recipe = recipe_of(config, loaded)
-    pack, packs = longest_pack(config, recipe, samples)
-    step = _Step(config, loaded, pack)
-    parts = processes if step.sharded else 1
-    trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts
     found: dict[Channel, StepCost] = {}
     for channel in sorted({recipe.channel(step) for step in range(1000)}):
+        answers = config.answers_per_sample if channel == "B" else 1
+        pack, packs = longest_pack(config, recipe, samples, answers)
+        step = _Step(config, loaded, pack)
+        parts = processes if step.sharded else 1
+        trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts
+        weights = sum(w.nbytes for w in step.parameters.values()) // parts
         rows = recipe.objective.select(pack.supervision, channel).head_rows
         context = recipe.self_context(config) if channel == "A" else SelfContext()
+        reads_start = config.needs_start and channel == "B"
         found[channel] = StepCost(
             tokens=len(pack),
             packs=packs,
-            weights=sum(w.nbytes for w in step.parameters.values()) // parts,
+            weights=weights,
+            start=weights if config.needs_start and not step.lora else 0,
             gradients=4 * trained * (2 if processes > parts else 1),  # DDP has buckets of them
             moments=8 * trained,
             working=int(step.working(rows, context.recorded)),
-            flops=step.flops(rows, context),
+            flops=step.flops(rows, context, reads_start),
             useful=recipe.flops(loaded.model, pack, channel),
-            moved=step.moved(rows, context),
+            moved=step.moved(rows, context, reads_start),
             sent=ring_bytes(step.gathered(context), parts),
         )
     return found
@@ -259,8 +267,8 @@ class _Step:
         chunk = _LOGIT * min(rows * self.text.vocab_size, HEAD_ELEMENTS)
         return float(max(left + _NORM * self.stream + chunk + head, left + layer + waiting, end))
 
-    def flops(self, rows: int, context: SelfContext) -> float:
-        """What `perf/mfu` counts, and what a backward computes again."""
+    def flops(self, rows: int, context: SelfContext, reads_start: bool) -> float:
+        """What `perf/mfu` counts, what a backward computes again, and the starting model's."""
         whole = Arithmetic.of(self.loaded.model, self.loaded.inner.config)
         forward, both = whole.of_pack(self.pack, rows)
         text, head, vision, _, square, frames, windows = whole.forward
@@ -273,12 +281,13 @@ class _Step:
                 again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
                 block = self.patches * self.block[0] * self.block[1]
                 again -= 2 * self.vision.depth * block if self.sees else 0
-        middle = context.iterations - context.recorded
+        middle = context.iterations - context.recorded + reads_start
         return context.recorded * (both + again) + middle * forward
 
-    def moved(self, rows: int, context: SelfContext) -> float:
+    def moved(self, rows: int, context: SelfContext, reads_start: bool) -> float:
         """Bytes of operations that memory bounds."""
-        factors, middle = _LORA if self.lora else _ALL, context.iterations - context.recorded
+        factors = _LORA if self.lora else _ALL
+        middle = context.iterations - context.recorded + reads_start
         passes = context.recorded * (4 if self.again else 3) + middle
         text = len(self.pack) * _dot(self.layer, factors.moved)
         vision = self.patches * _dot(self.block, _VISION.moved)
@@ -286,7 +295,9 @@ class _Step:
         of_head = self.head * (_FROZEN_HEAD_MOVED if self.lora else _HEAD_MOVED)
         ends = logits * _LOGIT_MOVED + math.ceil(logits / HEAD_ELEMENTS) * of_head
         moved = passes * self.text.num_hidden_layers * text
-        moved += (passes if self.sees else context.iterations) * self.vision.depth * vision
+        moved += (
+            (passes if self.sees else context.iterations + reads_start) * self.vision.depth * vision
+        )
         moved += min(context.recorded, 2) * ends  # forwards between read few logits
         moved *= (_WIDE_MOVED if self.wide else 1) * (_SHARDED_MOVED if self.sharded else 1)
         return float(moved)

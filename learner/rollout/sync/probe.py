@@ -12,6 +12,7 @@ import base64
 import io
 import logging
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from PIL import Image, ImageDraw
@@ -22,6 +23,7 @@ from learner.models.load import LoadedModel
 from learner.models.prompts import EncodedPrompt, encode_request
 from learner.rollout.answers import check_prompt_ids, output_of
 from learner.rollout.hf import evaluating
+from learner.stages.tokens import PLACEHOLDERS
 from shared_contracts.errors import RunError
 from shared_contracts.infer import (
     ImagePart,
@@ -108,12 +110,18 @@ class ProofOfEffect:
     def _differences(
         self, name: str, request: RolloutInferRequest, envelope: RolloutEnvelope
     ) -> Tensor:
-        """Return |engine - trainer| for each token of an answer; (T,) float32."""
+        """Return |engine - trainer| for each token of an answer; (T,) float32.
+
+        The answer counts up to its first token of an image or a video: that token has a place for
+        an image in the trainer's forward, and none in the engine's.
+        """
         prompt, output = encode_request(self._loaded.processor, request), output_of(envelope)
         ours = prompt.ids.tolist()
         check_prompt_ids(name, ours, output.prompt_token_ids, self._loaded.tokenizer)
-        tokens = torch.tensor(output.response_token_ids, dtype=torch.long)
-        engine = torch.tensor(output.logprobs, dtype=torch.float32)
+        vision = self._loaded.tokenizer.convert_tokens_to_ids(list(PLACEHOLDERS))
+        read = list(takewhile(lambda token: token not in vision, output.response_token_ids))
+        tokens = torch.tensor(read, dtype=torch.long)
+        engine = torch.tensor(output.logprobs, dtype=torch.float32)[: len(read)]
         return (engine - self._log_probabilities(prompt, tokens)).abs()
 
     def _log_probabilities(self, prompt: EncodedPrompt, answer: Tensor) -> Tensor:
