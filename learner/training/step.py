@@ -63,18 +63,11 @@ class PlainEngine:
 
 
 @dataclass
-class _Work:
-    """Tokens of the packs of a step, and the FLOPs of their forwards and backwards."""
-
-    tokens: int = 0
-    flops: float = 0.0
-
-
-@dataclass(frozen=True)
 class _Step:
     """One step of this rank, while it runs. samples: its part of the batch.
 
-    mismatches: of its packs that have kept tokens.
+    tokens: of its packs. flops: of their forwards and backwards. mismatches: of those that have
+    kept tokens.
     """
 
     model: nn.Module
@@ -82,7 +75,8 @@ class _Step:
     engine: Engine
     report: StepReport
     clock: PhaseClock
-    work: _Work = field(default_factory=_Work)
+    tokens: int = 0
+    flops: float = 0.0
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
@@ -170,9 +164,9 @@ class StepRunner:
         """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
         seconds, payload = this.clock.seconds("learn"), this.report.payload
         payload.note({"perf/peak_memory_gib": use.peak_gib()})
-        payload.rate({"perf/tokens_per_s": (this.work.tokens, seconds)})
+        payload.rate({"perf/tokens_per_s": (this.tokens, seconds)})
         if use.gpu is not None:
-            payload.rate({"perf/mfu": (this.work.flops, seconds * use.gpu.flops)})
+            payload.rate({"perf/mfu": (this.flops, seconds * use.gpu.flops)})
 
     def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
         """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
@@ -190,7 +184,7 @@ class StepRunner:
     def _channel_a_step(self, this: _Step) -> Tensor:
         """Channel A: segments of the ground truth alone."""
         if self.source is not None:
-            this = replace(this, samples=self.source.samples(this.report.step, this.samples))
+            this.samples = self.source.samples(this.report.step, this.samples)
         packs = self._packer.begin()
 
         def chunks() -> Iterator[Chunk[Pack]]:
@@ -275,9 +269,9 @@ class StepRunner:
                     torch.cuda.synchronize(device)
             total += loss.detach()
             if pack is not None:
-                this.work.tokens += len(pack)
+                this.tokens += len(pack)
                 if self._use is not None and self._use.gpu is not None:
-                    this.work.flops += self._recipe.flops(model, pack, channel)
+                    this.flops += self._recipe.flops(model, pack, channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
                 payload.rate(found.tokens)

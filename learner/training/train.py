@@ -55,7 +55,7 @@ from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.stages.formats import answer_format
-from learner.training.asynchronous_rollouts import async_source
+from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
 from learner.training.channels import ChannelB, Encoding
 from learner.training.evaluation import build_scorer
@@ -262,7 +262,15 @@ def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepR
         assert parts.policy is not None, "there is no asynchronous run without channel B"
         train = parts.inputs.train
         order = order_of(config, len(train), peers.count)
-        source = async_source(config, parts.policy, recipe.channel_b, train, order, peers, log)
+        source = AsyncSource(
+            config,
+            parts.policy,
+            recipe.channel_b,
+            lambda batch: [train[index] for index in order.rank_batch(batch, peers.rank)],
+            config.training.total_steps(len(train)),
+            peers,
+            log,
+        )
     return StepRunner(
         config, recipe, parts.policy, parts.calls.write, peers, source, log, parts.bad_samples
     )

@@ -28,7 +28,7 @@ from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
 from learner.training.step import PlainEngine, StepRunner
-from learner.training.synchronous_rollouts import Packer, PackFeed
+from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -126,14 +126,13 @@ class Actor:
         self.policy = Policy(self.servers, asking_of(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.buffer = WatchedBuffer(keys, total)
+        rollout = config.rollout_matching.model_copy(update={"async_rollout": keys})
         self.source = AsyncSource(
-            keys,
+            config.model_copy(update={"rollout_matching": rollout}),
             self.policy,
             parts.channel_b,
-            Packer(config.training, config.global_max_length),
             self.batch,
             total,
-            config.training.seed,
             peers,
             buffer=self.buffer,
         )
