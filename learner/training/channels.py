@@ -14,8 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from learner.config.group_relative import GroupRelativeConfig
-from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
 from learner.models.families import Multimodal
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import Pack, Segment, make_segment
@@ -106,39 +105,18 @@ class ChannelA:
 class ChannelB:
     """Training on the model's own answers, corrected; one forward per pack (RES-08).
 
-    allow_poly: false in the two-channel variant, where polygons are dropped.
-    duplicate_iou: from which an object that repeats an earlier one is removed; None: never.
-    matched_only: false positives are removed from the prefix of a target.
-    groups: how the answers to a sample are compared; None: each sample has one answer.
-    whole_answers: a target is the answer as it is.
     start: the model that the run started from, where a module reads it.
     """
 
     # A double of a channel has one answer to a sample, as most recipes have.
     answers_per_sample = 1
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        matching: MatchingConfig,
-        *,
-        allow_poly: bool,
-        duplicate_iou: float | None = None,
-        matched_only: bool = False,
-        groups: GroupRelativeConfig | None = None,
-        whole_answers: bool = False,
-        start: StartModel | None = None,
-    ) -> None:
+    def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
         self._encoding = encoding
-        self._matching = matching
-        self._allow_poly = allow_poly
-        self._duplicate_iou = duplicate_iou
-        self._matched_only = matched_only
-        self._groups = groups
-        self._whole_answers = whole_answers
+        self._config = config
+        self._matching = config.rollout_matching.matching
         self._start = start
-        if groups is not None:
-            self.answers_per_sample = groups.group_size
+        self.answers_per_sample = config.answers_per_sample
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
@@ -161,9 +139,8 @@ class ChannelB:
                 sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
             )
             assessed.append(self.assess(sample, rollout))
-        if self._groups is not None:
-            resolution = self._matching.maskiou_resolution
-            assessed = with_rewards(assessed, self._groups, resolution)
+        if (groups := self._config.group_relative) is not None:
+            assessed = with_rewards(assessed, groups, self._matching.maskiou_resolution)
         segments = [
             own.segment(
                 found.sample,
@@ -184,31 +161,24 @@ class ChannelB:
         return ForwardStats(stats, stats, start_nll)
 
     def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
-        """Parse and match an answer, and correct it."""
-        match = partial(match_objects, config=self._matching)
-        own = self._encoding
-        return self.correct(
-            assess(
-                sample,
-                rollout,
-                own.tokenizer,
-                match,
-                allow_poly=self._allow_poly,
-                answers=own.answers,
-                duplicate_iou=self._duplicate_iou,
-            )
+        """Parse and match an answer, and add its target."""
+        own, config = self._encoding, self._config
+        assessed = assess(
+            sample,
+            rollout,
+            own.tokenizer,
+            partial(match_objects, config=self._matching),
+            allow_poly=config.allow_poly,
+            answers=own.answers,
+            duplicate_iou=config.duplicate_iou,
         )
-
-    def correct(self, assessed: AssessedRollout) -> AssessedRollout:
-        """Add the target; an experiment may have one of its own."""
-        own = self._encoding
         return with_target(
             assessed,
             own.tokenizer,
             own.field_order,
             self._matching,
             own.answers,
-            allow_poly=self._allow_poly,
-            matched_only=self._matched_only,
-            whole=self._whole_answers,
+            allow_poly=config.allow_poly,
+            matched_only=config.matched_only,
+            whole=config.whole_answers,
         )

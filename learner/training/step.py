@@ -142,7 +142,7 @@ class StepRunner:
             self._use = DeviceUse(next(model.parameters()).device)
         self._use.begin()
         with clock.phase("step"):
-            report = self._begin(step, len(samples), clock)
+            report = self._begin(step, clock)
             this = _Step(model, samples, engine, report, clock)
             loss = (
                 self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
@@ -168,12 +168,12 @@ class StepRunner:
         if use.gpu is not None:
             payload.rate({"perf/mfu": (this.flops, seconds * use.gpu.flops)})
 
-    def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
+    def _begin(self, step: int, clock: PhaseClock) -> StepReport:
         """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
         if self.source is not None:
             self.source.begin(step, clock)
         wanted: Channel = broadcast_from_rank0(self._peers, lambda: self._recipe.channel(step))
-        report = StepReport(step, wanted, samples)
+        report = StepReport(step, wanted)
         if wanted == "B":
             assert self.source is not None, "a run with channel B has a source"
             if not all(self._peers.all_gather(partial(self.source.ready, step))):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -90,7 +89,7 @@ class Parts:
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         self.encoding = Encoding(inner, self.encode, tokenizer, "desc_first")
         self.channel_a = ChannelA(self.encoding)
-        self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
+        self.channel_b = ChannelB(self.encoding, config)
 
     def recipe(self, config: Config) -> Recipe:
         return Recipe(config, self.channel_a, self.channel_b, self.pipeline)
