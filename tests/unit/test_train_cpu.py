@@ -130,9 +130,11 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     rates = {"learning_rate": 3e-4, "vit_lr": 2e-4, "aligner_lr": 1e-4, "weight_decay": 0.1}
-    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates)
+    betas = {"adam_beta1": 0.8, "adam_beta2": 0.7}
+    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates | betas)
     model = load_model(config).model
     groups = build_optimizer(model, config.training).param_groups
+    assert {group["betas"] for group in groups} == {(0.8, 0.7)}
     placed = {id(p): group for group in groups for p in group["params"]}
     named = dict(model.named_parameters())
     assert len(placed) == sum(len(group["params"]) for group in groups) == len(named)
