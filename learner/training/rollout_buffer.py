@@ -106,21 +106,14 @@ class RolloutBuffer(Generic[R]):
         with self._changed:
             self._idle_since = time.perf_counter()
             while not self._closed:
-                if (batch := self.begin_now()) is not None:
+                packs = self.packs
+                room = packs == 0 or packs + self._largest <= self._limit
+                if packs < self._target and room and (batch := self._claim()) is not None:
                     self._count_idle()
                     self._idle_since = None
+                    self._making = batch
                     return batch
                 self._changed.wait()
-            return None
-
-    def begin_now(self) -> int | None:
-        """The next batch to make; None while none is wanted, or there is none."""
-        with self._changed:
-            packs = self.packs
-            room = packs == 0 or packs + self._largest <= self._limit
-            if packs < self._target and room and (batch := self._claim()) is not None:
-                self._making = batch
-                return batch
             return None
 
     def put(self, ready: R) -> None:
@@ -131,7 +124,13 @@ class RolloutBuffer(Generic[R]):
         with self._changing():
             if self._making != ready.batch:
                 return
-            self._check(ready)
+            if ready.size > self._limit:
+                raise ContractError(
+                    "rollout_matching.async_rollout.queue_limit",
+                    f"{self._limit}, and the {ready.size} packs of batch {ready.batch}, which "
+                    f"one step of a process trains on, do not fit ({self})",
+                    f"Raise it to at least {ready.size}, or lower training.effective_batch_size",
+                )
             self._making = None
             self._largest = max(self._largest, ready.size)
             if self._is_stale(ready):
@@ -238,15 +237,6 @@ class RolloutBuffer(Generic[R]):
 
     def _is_stale(self, ready: R) -> bool:
         return ready.version < self._newest - self._window
-
-    def _check(self, ready: R) -> None:
-        if ready.size > self._limit:
-            raise ContractError(
-                "rollout_matching.async_rollout.queue_limit",
-                f"{self._limit}, and the {ready.size} packs of batch {ready.batch}, which "
-                f"one step of a process trains on, do not fit ({self})",
-                f"Raise it to at least {ready.size}, or lower training.effective_batch_size",
-            )
 
     def __str__(self) -> str:
         """Its state, for errors."""

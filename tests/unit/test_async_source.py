@@ -443,7 +443,7 @@ def buffer_at(
 
 def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
     """Make the next batch, by weights of `version`; returns its number."""
-    batch = buffer.begin_now()
+    batch = buffer.begin()
     assert batch is not None
     buffer.put(ready(batch, version, packs))
     return batch
