@@ -35,7 +35,7 @@ from learner.stages.targets import (
     with_target,
 )
 from learner.stages.tokens import Tokenizer
-from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample, Target
+from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 
 _TEACHER_FORCED = SelfContext()
@@ -51,44 +51,25 @@ class Encoding:
     field_order: FieldOrder
     answers: AnswerFormat = COORD_JSON
 
-    def segment(
-        self,
-        sample: Sample,
-        prompt: EncodedPrompt,
-        target: Target,
-        *,
-        has_dropped: bool,
-        kept_logprobs: Sequence[float] = (),
-        advantage: float = 0.0,
-    ) -> Segment:
-        return make_segment(
-            self.inner, sample.sample_id, prompt, target, has_dropped, kept_logprobs, advantage
-        )
-
 
 class ChannelA:
     """Teacher forcing on the ground-truth answer, and self-context over it."""
 
     def __init__(self, encoding: Encoding, context: SelfContext = _TEACHER_FORCED) -> None:
-        self._encoding = encoding
+        self.encoding = encoding
         self._context = context
 
-    @property
-    def inner(self) -> Multimodal:
-        """The multimodal module of the model."""
-        return self._encoding.inner
-
     def segments(self, samples: Sequence[Sample]) -> list[Segment]:
-        with self._encoding.prompt.ahead(samples):
+        with self.encoding.prompt.ahead(samples):
             return [self._segment(sample) for sample in samples]
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         """The first and the last of the pack's forwards."""
-        embedding = self._encoding.inner.get_input_embeddings()
+        embedding = self.encoding.inner.get_input_embeddings()
         return self._context.forward_stats(model, embedding, pack, reader)
 
     def _segment(self, sample: Sample) -> Segment:
-        own = self._encoding
+        own = self.encoding
         try:
             target = build_ground_truth_target(
                 sample.objects, own.tokenizer, own.field_order, own.answers
@@ -99,7 +80,8 @@ class ChannelA:
                 f"its annotation cannot be read back once it is written: {error}",
                 "Mend its descriptions; `learner data check` names what is wrong with them",
             ) from error
-        return own.segment(sample, own.prompt(sample), target, has_dropped=False)
+        prompt = own.prompt(sample)
+        return make_segment(own.inner, sample.sample_id, prompt, target, has_dropped=False)
 
 
 class ChannelB:
@@ -142,8 +124,9 @@ class ChannelB:
         if (groups := self._config.group_relative) is not None:
             assessed = with_rewards(assessed, groups, self._matching.maskiou_resolution)
         segments = [
-            own.segment(
-                found.sample,
+            make_segment(
+                own.inner,
+                found.sample.sample_id,
                 prompt,
                 found.target,
                 has_dropped=bool(found.parsed.dropped),

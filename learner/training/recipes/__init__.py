@@ -75,7 +75,7 @@ class Recipe:
     def flops(self, model: nn.Module, pack: Pack, channel: Channel) -> float:
         """Of all forwards of a pack and their backwards."""
         if self._arithmetic is None:
-            self._arithmetic = Arithmetic.of(model, self.channel_a.inner.config)
+            self._arithmetic = Arithmetic.of(model, self.channel_a.encoding.inner.config)
         rows = self.objective.select(pack.supervision, channel).head_rows
         forward, both = self._arithmetic.of_pack(pack, rows)
         context = self.self_context(self.config) if channel == "A" else SelfContext()
