@@ -517,39 +517,30 @@ def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int
             assert run.pushed() == [[1, 1]]
 
 
-@pytest.mark.req("SYNC-07", "SYNC-08")
-@pytest.mark.parametrize("fault", [S.restart, S.break_a_push, S.lose_a_replica])
-def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
-    with ranks(1, decode_batch_size=2) as run:
+def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
+    """Notes or errors of both processes: process 1 meets a fault, and process 0 waits for it."""
 
-        def work(rank: Rank) -> dict[str, float]:
-            begin(rank)
-            if rank.peers.rank == 1:
-                run.rollouts[0].faults.append(fault)
-                rank.ask_and_meet(4)
-            else:
-                rank.wait_and_repush()
-            return rank.notes()
-
-        metrics = run.results(work)
-        assert run.pushed() == [[1, 1]]
-    assert [of_rank["sync/repushes"] for of_rank in metrics] == [1, 0]
-    assert metrics[1]["rollout/servers_lost"] == 1
-
-
-def one_asks(run: Ranks, asking: int, fault: Fault) -> Sequence[object]:
-    """Outcomes of all processes when one meets a fault and the others wait for it."""
-
-    def work(rank: Rank) -> None:
+    def work(rank: Rank) -> dict[str, float]:
         begin(rank)
         rank.meet()
-        if rank.peers.rank == asking:
+        if rank.peers.rank == 1:
             run.rollouts[0].faults.append(fault)
             rank.ask_and_meet(4)
         else:
             rank.wait_and_repush()
+        return rank.notes()
 
     return run.outcomes(work)
+
+
+@pytest.mark.req("SYNC-07", "SYNC-08")
+@pytest.mark.parametrize("fault", [S.restart, S.break_a_push, S.lose_a_replica])
+def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
+    with ranks(1, decode_batch_size=2) as run:
+        metrics = one_asks(run, fault)
+        assert run.pushed() == [[1, 1]]
+    assert [of_rank["sync/repushes"] for of_rank in metrics] == [1, 0]
+    assert metrics[1]["rollout/servers_lost"] == 1
 
 
 @pytest.mark.req("SYNC-07", "SYNC-05", "SYNC-08", "DDP-01")
@@ -564,12 +555,12 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
             run.channels[0].failures.append(failure)
             return one.restart(call)
 
-        first, second = one_asks(run, 1, restart)
+        first, second = one_asks(run, restart)
         if refused:
             assert str(first) == "the transfer broke"
             assert isinstance(second, RunError | SystemExit), "its watch can end it"
         else:
-            assert (first, second) == (None, None)
+            assert (first["sync/repushes"], second["sync/repushes"]) == (1, 0)
             assert run.pushed() == [[1, 1]]
 
 
