@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -51,36 +51,23 @@ def require_trackers(report_to: Sequence[ReportTo]) -> None:
         raise ContractErrors(errors)
 
 
-class Login(NamedTuple):
-    """How a tracker proves who reports: any one of these is enough.
-
-    variables: of the environment. files: below the home folder; a netrc must name `host`.
-    offline: a variable and the values of it that need no login.
-    """
-
-    variables: tuple[str, ...]
-    files: tuple[str, ...] = ()
-    host: str = ""
-    offline: tuple[str, tuple[str, ...]] = ("", ())
-
-
-# Trackers that refuse to start, or ask on the terminal, without a login.
-_LOGINS: dict[Tracker, Login] = {
-    "wandb": Login(
-        ("WANDB_API_KEY",),
-        (".netrc", "_netrc"),
-        "api.wandb.ai",
-        ("WANDB_MODE", ("offline", "disabled", "dryrun")),
+# Trackers that refuse to start, or ask on the terminal, without a login. Any one of these is
+# enough: a variable, a variable with a value that needs no login, or a file below the home folder,
+# which must name the host where one is given.
+_LOGINS: dict[Tracker, tuple[str, ...]] = {
+    "wandb": (
+        *("WANDB_API_KEY", "~/.netrc:api.wandb.ai", "~/_netrc:api.wandb.ai"),
+        *("WANDB_MODE=offline", "WANDB_MODE=disabled", "WANDB_MODE=dryrun"),
     ),
-    "comet_ml": Login(("COMET_API_KEY",), (".comet.config",)),
-    "neptune": Login(
-        ("NEPTUNE_API_TOKEN",), offline=("NEPTUNE_MODE", ("offline", "debug", "read-only"))
+    "comet_ml": ("COMET_API_KEY", "~/.comet.config"),
+    "neptune": (
+        "NEPTUNE_API_TOKEN",
+        *("NEPTUNE_MODE=offline", "NEPTUNE_MODE=debug", "NEPTUNE_MODE=read-only"),
     ),
-    "clearml": Login(("CLEARML_API_ACCESS_KEY", "CLEARML_CONFIG_FILE"), ("clearml.conf",)),
-    "swanlab": Login(
-        ("SWANLAB_API_KEY",),
-        (".swanlab/.netrc",),
-        offline=("SWANLAB_MODE", ("local", "offline", "disabled")),
+    "clearml": ("CLEARML_API_ACCESS_KEY", "CLEARML_CONFIG_FILE", "~/clearml.conf"),
+    "swanlab": (
+        *("SWANLAB_API_KEY", "~/.swanlab/.netrc"),
+        *("SWANLAB_MODE=local", "SWANLAB_MODE=offline", "SWANLAB_MODE=disabled"),
     ),
 }
 
@@ -91,23 +78,19 @@ def logins_missing(
     """Trackers for which no login is seen here; nobody is asked over the network."""
     errors = []
     for place, tracker in enumerate(report_to):
-        login = None if tracker == NOTHING else _LOGINS.get(tracker)
-        if login is None or _logged_in(login, environment, home):
-            continue
-        places = ", ".join([*login.variables, *(f"~/{file}" for file in login.files)])
-        variable, values = login.offline
-        offline = f", set {variable} to {values[0]}" if variable else ""
-        found = f"{tracker}, and no login for it is seen here ({places})"
-        do = f"Log in as its documentation says{offline}, or take it out"
-        errors.append(ContractError(f"training.report_to[{place}]", found, do))
+        proofs = () if tracker == NOTHING else _LOGINS.get(tracker, ())
+        if proofs and not any(_is_there(proof, environment, home) for proof in proofs):
+            found = f"{tracker}, and no login for it is seen here ({', '.join(proofs)})"
+            do = "Log in as its documentation says, or take it out"
+            errors.append(ContractError(f"training.report_to[{place}]", found, do))
     return errors
 
 
-def _logged_in(login: Login, environment: Mapping[str, str], home: Path) -> bool:
-    variable, values = login.offline
-    if environment.get(variable, "").lower() in values:
-        return True
-    if any(environment.get(name) for name in login.variables):
-        return True
-    files = [home / name for name in login.files]
-    return any(login.host in file.read_text(errors="replace") for file in files if file.is_file())
+def _is_there(proof: str, environment: Mapping[str, str], home: Path) -> bool:
+    if proof.startswith("~/"):
+        name, _, host = proof.removeprefix("~/").partition(":")
+        file = home / name
+        return file.is_file() and host in file.read_text(errors="replace")
+    variable, _, value = proof.partition("=")
+    given = environment.get(variable, "")
+    return given.lower() == value if value else bool(given)

@@ -122,7 +122,6 @@ class StepReport:
 
     step: int
     channel: Channel
-    samples: int
     payload: Payload = field(default_factory=Payload)
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -35,12 +35,6 @@ ROLLOUTS = "rollouts"
 _NAME = re.compile(r"step_(\d{6,})(?:\.rank([1-9]\d*))?\.jsonl")
 
 
-def answers_file(run: Path, step: int, rank: int) -> Path:
-    """run: the run folder. step: from 1. rank: of the process that asked."""
-    of_rank = f".rank{rank}" if rank else ""
-    return run / ROLLOUTS / f"step_{step:06d}{of_rank}.jsonl"
-
-
 def logged_in(name: str) -> tuple[int, int] | None:
     """Step and rank of the log with this name; None for the name of anything else."""
     match = _NAME.fullmatch(name)
@@ -286,7 +280,8 @@ class RolloutLog:
 
         Raises RunError when the disk is full.
         """
-        file = answers_file(self._folder, step, self._rank)
+        of_rank = f".rank{self._rank}" if self._rank else ""
+        file = self._folder / ROLLOUTS / f"step_{step:06d}{of_rank}.jsonl"
         file.parent.mkdir(exist_ok=True)
         left, lines = iter(places), []
         for each in assessed:

@@ -108,14 +108,10 @@ class RunFolder:
 
         Raises ContractError for a line that is no answer.
         """
-        files = self.answer_files(step).values()
-        return [_answer(f, line | {"step": step}) for f in files for line in json_lines(f)]
-
-    def answer_files(self, step: int) -> dict[int, Path]:
-        """The logs that there are of a step's answers, by the process that asked, in order."""
         both = (self._answer_files(f"step_{named:06d}*") for named in (step - 1, step))
         found = [item for files in both for item in files.items()]
-        return dict(sorted((rank, file) for (of, rank), file in found if of == step))
+        files = sorted((rank, file) for (of, rank), file in found if of == step)
+        return [_answer(f, line | {"step": step}) for _, f in files for line in json_lines(f)]
 
     def _answer_files(self, pattern: str) -> dict[tuple[int, int], Path]:
         """By step and process."""

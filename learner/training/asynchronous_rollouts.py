@@ -19,9 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
-from learner.data.order import BatchOrder
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.models.packs import Pack
 from learner.rollout.backend import PushNeeded
@@ -207,26 +205,23 @@ class AsyncSource(RolloutSource):
     """The source of asynchronous mode, of one process.
 
     samples_of: a batch's, by number. total_steps: of the run, which is as many batches.
-    seed: `training.seed`. log_rollouts: takes the answers of each channel-B step (MET-03).
-    buffer: empty.
+    log_rollouts: takes the answers of each channel-B step (MET-03). buffer: empty.
     """
 
     asynchronous = True
 
     def __init__(
         self,
-        settings: AsyncRolloutConfig,
+        config: Config,
         policy: Policy,
         channel_b: ChannelB,
-        packer: Packer,
         samples_of: Callable[[int], Sequence[Sample]],
         total_steps: int,
-        seed: int,
         peers: Peers = SINGLE_PROCESS,
         log_rollouts: LogRollouts | None = None,
         buffer: RolloutBuffer[MadeBatch] | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings = settings = config.rollout_matching.async_rollout
         self._policy = policy
         self._samples_of = samples_of
         self._peers = peers
@@ -238,6 +233,7 @@ class AsyncSource(RolloutSource):
             total_steps,
         )
         self._gate = Gate()
+        packer, seed = Packer(config.training, config.global_max_length), config.training.seed
         self._maker = BatchMaker(
             policy, channel_b, packer, samples_of, seed, peers.rank, self._gate
         )
@@ -338,27 +334,3 @@ class AsyncSource(RolloutSource):
         self._policy.close()
         if self._prefetcher is not None:
             self._prefetcher.join(_LEAVE_S)
-
-
-def async_source(
-    config: Config,
-    policy: Policy,
-    channel_b: ChannelB,
-    train: Sequence[Sample],
-    order: BatchOrder,
-    peers: Peers,
-    log_rollouts: LogRollouts | None = None,
-) -> AsyncSource:
-    """The source of a run as `config` describes it. order: of the samples `train`."""
-    training = config.training
-    return AsyncSource(
-        config.rollout_matching.async_rollout,
-        policy,
-        channel_b,
-        Packer(training, config.global_max_length),
-        lambda batch: [train[index] for index in order.rank_batch(batch, peers.rank)],
-        training.total_steps(len(train)),
-        training.seed,
-        peers,
-        log_rollouts,
-    )

@@ -14,8 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from learner.config.group_relative import GroupRelativeConfig
-from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
 from learner.models.families import Multimodal
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import Pack, Segment, make_segment
@@ -36,7 +35,7 @@ from learner.stages.targets import (
     with_target,
 )
 from learner.stages.tokens import Tokenizer
-from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample, Target
+from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 
 _TEACHER_FORCED = SelfContext()
@@ -52,44 +51,25 @@ class Encoding:
     field_order: FieldOrder
     answers: AnswerFormat = COORD_JSON
 
-    def segment(
-        self,
-        sample: Sample,
-        prompt: EncodedPrompt,
-        target: Target,
-        *,
-        has_dropped: bool,
-        kept_logprobs: Sequence[float] = (),
-        advantage: float = 0.0,
-    ) -> Segment:
-        return make_segment(
-            self.inner, sample.sample_id, prompt, target, has_dropped, kept_logprobs, advantage
-        )
-
 
 class ChannelA:
     """Teacher forcing on the ground-truth answer, and self-context over it."""
 
     def __init__(self, encoding: Encoding, context: SelfContext = _TEACHER_FORCED) -> None:
-        self._encoding = encoding
+        self.encoding = encoding
         self._context = context
 
-    @property
-    def inner(self) -> Multimodal:
-        """The multimodal module of the model."""
-        return self._encoding.inner
-
     def segments(self, samples: Sequence[Sample]) -> list[Segment]:
-        with self._encoding.prompt.ahead(samples):
+        with self.encoding.prompt.ahead(samples):
             return [self._segment(sample) for sample in samples]
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         """The first and the last of the pack's forwards."""
-        embedding = self._encoding.inner.get_input_embeddings()
+        embedding = self.encoding.inner.get_input_embeddings()
         return self._context.forward_stats(model, embedding, pack, reader)
 
     def _segment(self, sample: Sample) -> Segment:
-        own = self._encoding
+        own = self.encoding
         try:
             target = build_ground_truth_target(
                 sample.objects, own.tokenizer, own.field_order, own.answers
@@ -100,45 +80,25 @@ class ChannelA:
                 f"its annotation cannot be read back once it is written: {error}",
                 "Mend its descriptions; `learner data check` names what is wrong with them",
             ) from error
-        return own.segment(sample, own.prompt(sample), target, has_dropped=False)
+        prompt = own.prompt(sample)
+        return make_segment(own.inner, sample.sample_id, prompt, target, has_dropped=False)
 
 
 class ChannelB:
     """Training on the model's own answers, corrected; one forward per pack (RES-08).
 
-    allow_poly: false in the two-channel variant, where polygons are dropped.
-    duplicate_iou: from which an object that repeats an earlier one is removed; None: never.
-    matched_only: false positives are removed from the prefix of a target.
-    groups: how the answers to a sample are compared; None: each sample has one answer.
-    whole_answers: a target is the answer as it is.
     start: the model that the run started from, where a module reads it.
     """
 
     # A double of a channel has one answer to a sample, as most recipes have.
     answers_per_sample = 1
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        matching: MatchingConfig,
-        *,
-        allow_poly: bool,
-        duplicate_iou: float | None = None,
-        matched_only: bool = False,
-        groups: GroupRelativeConfig | None = None,
-        whole_answers: bool = False,
-        start: StartModel | None = None,
-    ) -> None:
+    def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
         self._encoding = encoding
-        self._matching = matching
-        self._allow_poly = allow_poly
-        self._duplicate_iou = duplicate_iou
-        self._matched_only = matched_only
-        self._groups = groups
-        self._whole_answers = whole_answers
+        self._config = config
+        self._matching = config.rollout_matching.matching
         self._start = start
-        if groups is not None:
-            self.answers_per_sample = groups.group_size
+        self.answers_per_sample = config.answers_per_sample
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
@@ -161,12 +121,12 @@ class ChannelB:
                 sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
             )
             assessed.append(self.assess(sample, rollout))
-        if self._groups is not None:
-            resolution = self._matching.maskiou_resolution
-            assessed = with_rewards(assessed, self._groups, resolution)
+        if (groups := self._config.group_relative) is not None:
+            assessed = with_rewards(assessed, groups, self._matching.maskiou_resolution)
         segments = [
-            own.segment(
-                found.sample,
+            make_segment(
+                own.inner,
+                found.sample.sample_id,
                 prompt,
                 found.target,
                 has_dropped=bool(found.parsed.dropped),
@@ -184,31 +144,24 @@ class ChannelB:
         return ForwardStats(stats, stats, start_nll)
 
     def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
-        """Parse and match an answer, and correct it."""
-        match = partial(match_objects, config=self._matching)
-        own = self._encoding
-        return self.correct(
-            assess(
-                sample,
-                rollout,
-                own.tokenizer,
-                match,
-                allow_poly=self._allow_poly,
-                answers=own.answers,
-                duplicate_iou=self._duplicate_iou,
-            )
+        """Parse and match an answer, and add its target."""
+        own, config = self._encoding, self._config
+        assessed = assess(
+            sample,
+            rollout,
+            own.tokenizer,
+            partial(match_objects, config=self._matching),
+            allow_poly=config.allow_poly,
+            answers=own.answers,
+            duplicate_iou=config.duplicate_iou,
         )
-
-    def correct(self, assessed: AssessedRollout) -> AssessedRollout:
-        """Add the target; an experiment may have one of its own."""
-        own = self._encoding
         return with_target(
             assessed,
             own.tokenizer,
             own.field_order,
             self._matching,
             own.answers,
-            allow_poly=self._allow_poly,
-            matched_only=self._matched_only,
-            whole=self._whole_answers,
+            allow_poly=config.allow_poly,
+            matched_only=config.matched_only,
+            whole=config.whole_answers,
         )

@@ -42,7 +42,13 @@ def build_scorer(
     seed = evaluation_seed(config, peers.rank)
     device = next(loaded.model.parameters()).device
     detection = config.rollout_matching.eval_detection
-    log = evaluation_log(config, peers) if detection.enabled else None
+    log = None
+    if detection.enabled:
+        folder, data = Path(config.training.output_dir), config.data.val_jsonl
+        assert data is not None, "checked with the config"
+        facts = {"run": str(folder), **evaluation_facts(config, data)}
+        polygons, save = config.allow_poly, detection.save_answers
+        log = EvaluationLog(folder, data, facts, polygons=polygons, save=save, peers=peers)
 
     def score(step: int) -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
@@ -128,12 +134,3 @@ def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
         },
         **software(),
     }
-
-
-def evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
-    """Where an evaluation of a run leaves its answers, in the run's folder."""
-    folder, data = Path(config.training.output_dir), config.data.val_jsonl
-    assert data is not None, "checked with the config"
-    facts = {"run": str(folder), **evaluation_facts(config, data)}
-    save = config.rollout_matching.eval_detection.save_answers
-    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)

@@ -106,21 +106,14 @@ class RolloutBuffer(Generic[R]):
         with self._changed:
             self._idle_since = time.perf_counter()
             while not self._closed:
-                if (batch := self.begin_now()) is not None:
+                packs = self.packs
+                room = packs == 0 or packs + self._largest <= self._limit
+                if packs < self._target and room and (batch := self._claim()) is not None:
                     self._count_idle()
                     self._idle_since = None
+                    self._making = batch
                     return batch
                 self._changed.wait()
-            return None
-
-    def begin_now(self) -> int | None:
-        """The next batch to make; None while none is wanted, or there is none."""
-        with self._changed:
-            packs = self.packs
-            room = packs == 0 or packs + self._largest <= self._limit
-            if packs < self._target and room and (batch := self._claim()) is not None:
-                self._making = batch
-                return batch
             return None
 
     def put(self, ready: R) -> None:
@@ -131,7 +124,13 @@ class RolloutBuffer(Generic[R]):
         with self._changing():
             if self._making != ready.batch:
                 return
-            self._check(ready)
+            if ready.size > self._limit:
+                raise ContractError(
+                    "rollout_matching.async_rollout.queue_limit",
+                    f"{self._limit}, and the {ready.size} packs of batch {ready.batch}, which "
+                    f"one step of a process trains on, do not fit ({self})",
+                    f"Raise it to at least {ready.size}, or lower training.effective_batch_size",
+                )
             self._making = None
             self._largest = max(self._largest, ready.size)
             if self._is_stale(ready):
@@ -151,8 +150,6 @@ class RolloutBuffer(Generic[R]):
     def refresh(self, version: int) -> None:
         """Note that `version` is the newest; what is too old for it is given back."""
         with self._changing():
-            if version < self._newest:
-                raise RunError(f"the newest weights are of version {version}, and before: {self}")
             self._newest = version
             for ready in [ready for ready in self._ready if self._is_stale(ready)]:
                 self._ready.remove(ready)
@@ -181,7 +178,7 @@ class RolloutBuffer(Generic[R]):
             if self._is_stale(self._ready[0]):
                 raise RunError(f"channel B was to run step {step + 1} on a stale batch: {self}")
             ready = self._ready.popleft()
-            self._release(ready.batch)
+            self._claimed.remove(ready.batch)
             return ready
 
     def take_unanswered(self, step: int) -> int:
@@ -197,7 +194,7 @@ class RolloutBuffer(Generic[R]):
                 batch, self._making = self._making, None
             if batch is None:
                 raise RunError(f"no batch is left for step {step + 1}: {self}")
-            self._release(batch)
+            self._claimed.remove(batch)
             return batch
 
     def payload(self) -> Payload:
@@ -232,36 +229,14 @@ class RolloutBuffer(Generic[R]):
 
     def _give_back(self, ready: R) -> int:
         """Let another step have its batch; returns how many packs are lost."""
-        self._release(ready.batch)
+        self._claimed.remove(ready.batch)
         self._returned = sorted([*self._returned, ready.batch])
         return ready.size
-
-    def _release(self, batch: int) -> None:
-        if batch not in self._claimed:
-            raise RunError(f"batch {batch} is given back or trained on, and nobody had it")
-        self._claimed.remove(batch)
 
     # --- what may be kept
 
     def _is_stale(self, ready: R) -> bool:
         return ready.version < self._newest - self._window
-
-    def _check(self, ready: R) -> None:
-        versions = [part.version for part in ready.parts]
-        if not versions or versions != sorted(set(versions)):
-            raise RunError(f"batch {ready.batch} has parts of the versions {versions}: {self}")
-        if versions[-1] > self._newest:
-            raise RunError(
-                f"batch {ready.batch} was answered by version {versions[-1]}, which nobody has "
-                f"pushed: {self}"
-            )
-        if ready.size > self._limit:
-            raise ContractError(
-                "rollout_matching.async_rollout.queue_limit",
-                f"{self._limit}, and the {ready.size} packs of batch {ready.batch}, which "
-                f"one step of a process trains on, do not fit ({self})",
-                f"Raise it to at least {ready.size}, or lower training.effective_batch_size",
-            )
 
     def __str__(self) -> str:
         """Its state, for errors."""

@@ -206,60 +206,54 @@ _STARTING = ("on_init_end", "on_train_begin")
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
     """A callback for each tracker of the run.
 
+    TensorBoard's drops the events after the step from which the run goes on.
+
     Raises RunError for one that refuses to be made.
     """
-    return [_made(name, training, start) for name in training.trackers]
-
-
-def _made(name: str, training: TrainingConfig, start: Start) -> TrainerCallback:
-    """TensorBoard's drops the events after the step from which the run goes on."""
-    try:
-        if name == "tensorboard":
-            again_from = start.step + 1 if start.goes_on else None
-            writer = SummaryWriter(training.logging_dir, purge_step=again_from)
-            return _guarded(name, TensorBoardCallback)(writer)
-        (callback,) = get_reporting_integration_callbacks([name])
-        return _guarded(name, callback)()
-    except Exception as error:  # of any library; it ends the run with a message
-        raise _does_not_start(name, error) from error
-
-
-def _guarded(name: str, callback: type[TrainerCallback]) -> Callable[..., TrainerCallback]:
-    """transformers' callback for the tracker; what its methods raise is told by name."""
-    hooks = {
-        event: _guarded_hook(event, getattr(callback, event))
-        for event in dir(TrainerCallback)
-        if event.startswith("on_")
-    }
-    return type(callback.__name__, (_Guard, callback), {"_tracker_name": name, **hooks})
-
-
-def _guarded_hook(event: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(self: _Guard, *given: Any, **named: Any) -> Any:
+    callbacks: list[TrainerCallback] = []
+    for name in training.trackers:
         try:
-            return hook(self, *given, **named)
-        except Exception as error:
-            if event in _STARTING:
-                raise _does_not_start(self._tracker_name, error) from error
-            self._warn(error)  # a run does not end because of its tracker
+            if name == "tensorboard":
+                again_from = start.step + 1 if start.goes_on else None
+                writer = SummaryWriter(training.logging_dir, purge_step=again_from)
+                callback: TrainerCallback = TensorBoardCallback(writer)
+            else:
+                (made,) = get_reporting_integration_callbacks([name])
+                callback = made()
+        except Exception as error:  # of any library; it ends the run with a message
+            raise _does_not_start(name, error) from error
+        _guard(name, callback)
+        callbacks.append(callback)
+    return callbacks
 
-    return guarded
 
+def _guard(tracker: str, callback: TrainerCallback) -> None:
+    """What the hooks of a callback raise is told by the tracker's name, and once after the start.
 
-class _Guard:
-    """What a guarded callback has of its own."""
+    A run does not end because of its tracker.
+    """
+    warned = False
 
-    _tracker_name = ""
-    _tracker_warned = False
+    def guarded(event: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal warned
+            try:
+                return hook(*given, **named)
+            except Exception as error:
+                if event in _STARTING:
+                    raise _does_not_start(tracker, error) from error
+                if not warned:
+                    text = (
+                        "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s"
+                    )
+                    _LOG.warning(text, tracker, error)
+                warned = True
 
-    def _warn(self, error: Exception) -> None:
-        if not self._tracker_warned:
-            self._tracker_warned = True
-            _LOG.warning(
-                "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s",
-                self._tracker_name,
-                error,
-            )
+        return call
+
+    for event in dir(TrainerCallback):
+        if event.startswith("on_"):
+            setattr(callback, event, guarded(event, getattr(callback, event)))
 
 
 def _does_not_start(tracker: str, error: Exception) -> RunError:

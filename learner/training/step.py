@@ -63,18 +63,11 @@ class PlainEngine:
 
 
 @dataclass
-class _Work:
-    """Tokens of the packs of a step, and the FLOPs of their forwards and backwards."""
-
-    tokens: int = 0
-    flops: float = 0.0
-
-
-@dataclass(frozen=True)
 class _Step:
     """One step of this rank, while it runs. samples: its part of the batch.
 
-    mismatches: of its packs that have kept tokens.
+    tokens: of its packs. flops: of their forwards and backwards. mismatches: of those that have
+    kept tokens.
     """
 
     model: nn.Module
@@ -82,7 +75,8 @@ class _Step:
     engine: Engine
     report: StepReport
     clock: PhaseClock
-    work: _Work = field(default_factory=_Work)
+    tokens: int = 0
+    flops: float = 0.0
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
@@ -148,7 +142,7 @@ class StepRunner:
             self._use = DeviceUse(next(model.parameters()).device)
         self._use.begin()
         with clock.phase("step"):
-            report = self._begin(step, len(samples), clock)
+            report = self._begin(step, clock)
             this = _Step(model, samples, engine, report, clock)
             loss = (
                 self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
@@ -170,16 +164,16 @@ class StepRunner:
         """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
         seconds, payload = this.clock.seconds("learn"), this.report.payload
         payload.note({"perf/peak_memory_gib": use.peak_gib()})
-        payload.rate({"perf/tokens_per_s": (this.work.tokens, seconds)})
+        payload.rate({"perf/tokens_per_s": (this.tokens, seconds)})
         if use.gpu is not None:
-            payload.rate({"perf/mfu": (this.work.flops, seconds * use.gpu.flops)})
+            payload.rate({"perf/mfu": (this.flops, seconds * use.gpu.flops)})
 
-    def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
+    def _begin(self, step: int, clock: PhaseClock) -> StepReport:
         """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
         if self.source is not None:
             self.source.begin(step, clock)
         wanted: Channel = broadcast_from_rank0(self._peers, lambda: self._recipe.channel(step))
-        report = StepReport(step, wanted, samples)
+        report = StepReport(step, wanted)
         if wanted == "B":
             assert self.source is not None, "a run with channel B has a source"
             if not all(self._peers.all_gather(partial(self.source.ready, step))):
@@ -190,7 +184,7 @@ class StepRunner:
     def _channel_a_step(self, this: _Step) -> Tensor:
         """Channel A: segments of the ground truth alone."""
         if self.source is not None:
-            this = replace(this, samples=self.source.samples(this.report.step, this.samples))
+            this.samples = self.source.samples(this.report.step, this.samples)
         packs = self._packer.begin()
 
         def chunks() -> Iterator[Chunk[Pack]]:
@@ -275,9 +269,9 @@ class StepRunner:
                     torch.cuda.synchronize(device)
             total += loss.detach()
             if pack is not None:
-                this.work.tokens += len(pack)
+                this.tokens += len(pack)
                 if self._use is not None and self._use.gpu is not None:
-                    this.work.flops += self._recipe.flops(model, pack, channel)
+                    this.flops += self._recipe.flops(model, pack, channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
                 payload.rate(found.tokens)

@@ -55,9 +55,9 @@ from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.stages.formats import answer_format
-from learner.training.asynchronous_rollouts import async_source
+from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
-from learner.training.channels import ChannelB, Encoding
+from learner.training.channels import Encoding
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import RunInputs, generates
 from learner.training.recipes import recipe_class
@@ -108,20 +108,17 @@ def train(
     inputs: RunInputs,
     clients: list[RolloutClient],
     console: Console,
-    *,
-    channel_b: type[ChannelB] = ChannelB,
 ) -> Path:
     """Run the training that `config` describes; returns the run folder.
 
     inputs, clients: what the checks found; no clients in a run that asks no servers.
-    channel_b: replaces channel B, for experiments.
 
     Raises:
         RunError: the servers are gone for good, or the disk is full.
     """
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
-        train_as(peers, config, inputs, clients, console, channel_b=channel_b)
+        train_as(peers, config, inputs, clients, console)
     return Path(config.training.output_dir)
 
 
@@ -132,7 +129,6 @@ def train_as(
     clients: list[RolloutClient],
     console: Console,
     load: Callable[[Config], LoadedModel] = load_model,
-    channel_b: type[ChannelB] = ChannelB,
 ) -> StepTrainer:
     """`train` as one of `peers`; returns its trainer, which is done.
 
@@ -173,7 +169,7 @@ def train_as(
             train = _stand_ins(config, inputs, peers)
             inputs, count = replace(inputs, train=train), train.take_count
         parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
-        runner = build_runner(parts, channel_b)
+        runner = build_runner(parts)
         if runner.source is not None:
             stack.callback(runner.source.close)
             if state := start.state(peers.rank, peers.count):
@@ -245,24 +241,29 @@ def _require_one_gpu() -> None:
         )
 
 
-def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepRunner:
-    """Build the recipe of the config, and the source of its rollouts.
-
-    channel_b: replaces channel B, for experiments.
-    """
+def build_runner(parts: RunParts) -> StepRunner:
+    """Build the recipe of the config, and the source of its rollouts."""
     config, loaded, peers = parts.config, parts.loaded, parts.peers
     log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     fields, answers = config.custom.object_field_order, answer_format(config)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
     start = StartModel(config, loaded) if config.needs_start else None
-    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, channel_b, start)
+    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start)
     source = None
     if config.rollout_matching.async_rollout.enabled:
         assert parts.policy is not None, "there is no asynchronous run without channel B"
         train = parts.inputs.train
         order = order_of(config, len(train), peers.count)
-        source = async_source(config, parts.policy, recipe.channel_b, train, order, peers, log)
+        source = AsyncSource(
+            config,
+            parts.policy,
+            recipe.channel_b,
+            lambda batch: [train[index] for index in order.rank_batch(batch, peers.rank)],
+            config.training.total_steps(len(train)),
+            peers,
+            log,
+        )
     return StepRunner(
         config, recipe, parts.policy, parts.calls.write, peers, source, log, parts.bad_samples
     )

@@ -142,14 +142,7 @@ class RunMaker:
         loaded = self._loaded
         order = config.custom.object_field_order
         encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, order)
-        channel = ChannelB(
-            encoding,
-            config.rollout_matching.matching,
-            allow_poly=config.allow_poly,
-            duplicate_iou=config.duplicate_iou,
-            groups=config.group_relative,
-            whole_answers=config.whole_answers,
-        )
+        channel = ChannelB(encoding, config)
         packer = Packer(config.training, config.global_max_length)
         log = RolloutLog(folder, rank)
         CallLog(folder, rank).write({"step": step})

@@ -28,7 +28,7 @@ from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
 from learner.training.step import PlainEngine, StepRunner
-from learner.training.synchronous_rollouts import Packer, PackFeed
+from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -126,14 +126,13 @@ class Actor:
         self.policy = Policy(self.servers, asking_of(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.buffer = WatchedBuffer(keys, total)
+        rollout = config.rollout_matching.model_copy(update={"async_rollout": keys})
         self.source = AsyncSource(
-            keys,
+            config.model_copy(update={"rollout_matching": rollout}),
             self.policy,
             parts.channel_b,
-            Packer(config.training, config.global_max_length),
             self.batch,
             total,
-            config.training.seed,
             peers,
             buffer=self.buffer,
         )
@@ -254,19 +253,6 @@ def test_every_sample_is_trained_on_once_with_early_and_late_answers(
     assert sorted(trained) == sorted(sample.sample_id for sample in samples)
     if not free:
         assert {channel for channel, _ in steps} == {"A"}
-
-
-@pytest.mark.req("STEP-02", "ASYNC-01")
-def test_at_the_end_channel_a_takes_the_batches_without_answers(actor_of: ActorOf) -> None:
-    actor = actor_of(total=3, prefetch_target_packs=2)
-    actor.begin(0)
-    assert actor.make_ready() == 0
-    actor.servers.next_asked()
-    assert actor.servers.next_asked() == actor.ids(1)
-    taken = [list(actor.source.samples(step, [])) for step in range(3)]
-    assert taken == [list(actor.batch(batch)) for batch in (2, 0, 1)]
-    with pytest.raises(RunError, match="no batch is left for step 4"):
-        actor.source.samples(3, [])
 
 
 @pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
@@ -457,7 +443,7 @@ def buffer_at(
 
 def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
     """Make the next batch, by weights of `version`; returns its number."""
-    batch = buffer.begin_now()
+    batch = buffer.begin()
     assert batch is not None
     buffer.put(ready(batch, version, packs))
     return batch
@@ -473,27 +459,6 @@ def test_batch_that_never_fits_is_a_contract_error() -> None:
     assert "the 5 packs of batch 1" in caught.value.found
     assert "batch 0 of version 2 in 1 packs" in caught.value.found
     assert "at least 5" in caught.value.do
-
-
-@pytest.mark.req("ASYNC-01")
-@pytest.mark.parametrize(
-    ("broken", "found"),
-    [
-        (ready(1, 4), "version 4, which nobody has pushed"),
-        (Ready(1, [Part(3, []), Part(2, [])]), r"parts of the versions \[3, 2\]"),
-        (Ready(1, [Part(3, []), Part(3, [])]), r"parts of the versions \[3, 3\]"),
-        (Ready(1, []), r"parts of the versions \[\]"),
-    ],
-)
-def test_invalid_batch_is_refused_with_the_state_of_the_buffer(broken: Ready, found: str) -> None:
-    buffer = buffer_at(3)
-    make(buffer, 3)
-    assert buffer.begin_now() == 1
-    with pytest.raises(RunError, match=found) as caught:
-        buffer.put(broken)
-    assert "batch 0 of version 3 in 1 packs; newest version 3, version_window 2" in str(
-        caught.value
-    )
 
 
 TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4

@@ -13,7 +13,6 @@ from learner.runs.atomic_files import (
     append_line,
     publish_directory,
     publish_text,
-    removed_unless_whole,
     writing,
 )
 from shared_contracts.errors import RunError
@@ -51,19 +50,6 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
         raise RuntimeError("CUDA out of memory")
     with pytest.raises(RuntimeError), writing(tmp_path / "o.pt"):  # the disk has room
         torch.save({}, FULL)
-
-
-def test_what_a_failing_block_wrote_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-1"
-
-    def interrupted() -> None:
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), removed_unless_whole(folder):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_became_read_only_is_told(tmp_path: Path) -> None:

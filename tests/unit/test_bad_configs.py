@@ -52,12 +52,13 @@ MODULES: list[dict[str, Any]] = WARMUP["stage2_ab"]["pipeline"]["objective"]
 PIPELINES = {path: changed(f"{path}.objective", MODULES, BY_PIPELINE[path]) for path in BY_PIPELINE}
 
 
-def rows(*families: str) -> list[Any]:
-    return [
-        pytest.param(row, id=f"{family}: {name}")
-        for family in families
-        for name, row in TABLE[family].items()
-    ]
+# Families of rows, and the section at which their paths start.
+ROLLOUT_ROWS = ("rollouts", "repeat_guard", "adapters", "async_rollouts")
+AT = dict.fromkeys(ROLLOUT_ROWS, "rollout_matching") | {"servers": "rollout_matching.vllm.server"}
+
+
+def rows(family: str) -> list[Any]:
+    return [pytest.param(row, id=f"{family}: {name}") for name, row in TABLE[family].items()]
 
 
 def is_refused(row: dict[str, Any], base: dict[str, Any] | None = None, at: str = "") -> None:
@@ -82,7 +83,12 @@ def is_refused(row: dict[str, Any], base: dict[str, Any] | None = None, at: str 
             assert word in getattr(errors[paths[0]], part)
 
 
-@pytest.mark.req("CFG-02")
+@pytest.mark.req("CFG-02", "CFG-03", "CFG-05", "CFG-07", "CFG-08", "RES-01", "RES-02", "RES-03")
+@pytest.mark.req(
+    "RES-05", "RES-06", "RES-07", "CHA-01", "STEP-01", "CLEAN-01", "CLEAN-02", "FMT-01"
+)
+@pytest.mark.req("HUB-01", "GROUP-01", "GROUP-02", "GROUP-04", "ROLL-02", "ROLL-03", "LOGP-01")
+@pytest.mark.req("REP-01", "SYNC-01", "ASYNC-01")
 @pytest.mark.scenario(
     "Unknown stage2_ab keys fail fast",
     "Unknown top-level section key fails fast",
@@ -90,50 +96,13 @@ def is_refused(row: dict[str, Any], base: dict[str, Any] | None = None, at: str 
     "Unknown nested rollout key fails at schema load",
     "Unknown rollout key fails before rollout trainer execution",
     "Unknown nested decoding key fails before execution",
-)
-@pytest.mark.parametrize("row", rows("unknown_keys"))
-def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_key(row: dict[str, Any]) -> None:
-    is_refused(row | {"found": "unknown key"})
-
-
-@pytest.mark.req("CFG-02", "CFG-05", "CFG-08", "STEP-01", "RES-02")
-@pytest.mark.scenario(
     "Missing b_ratio fails fast",
     "Missing pipeline fails fast",
     "Missing rollout pipeline fails fast",
     "Missing top-level rollout_matching still fails for stage2_two_channel",
-)
-@pytest.mark.parametrize("row", rows("missing_keys"))
-def test_a_missing_key_is_refused(row: dict[str, Any]) -> None:
-    is_refused(row)
-
-
-@pytest.mark.req("CFG-02", "CFG-05", "CFG-07", "CFG-08", "RES-02", "CHA-01")
-@pytest.mark.req("CLEAN-01", "CLEAN-02", "FMT-01", "HUB-01", "GROUP-01", "GROUP-02", "GROUP-04")
-@pytest.mark.parametrize(
-    "row",
-    rows(
-        *("wrong_values", "text_values", "variants", "training", "formats", "clean_prefix"),
-        *("groups", "runs"),
-    ),
-)
-def test_a_wrong_value_or_combination_is_refused_at_its_path(row: dict[str, Any]) -> None:
-    is_refused(row)
-
-
-@pytest.mark.req("CFG-02", "CFG-03", "CFG-05", "RES-03")
-@pytest.mark.scenario(
     "Multi-server pairing is strict and deterministic",
     "Legacy rollout server paired-list shape fails fast",
     "Invalid server configuration fails fast",
-)
-@pytest.mark.parametrize("row", rows("servers"))
-def test_bad_servers_are_refused(row: dict[str, Any]) -> None:
-    is_refused(row, at="rollout_matching.vllm.server")
-
-
-@pytest.mark.req("CFG-03", "RES-01", "RES-02", "RES-05", "RES-06")
-@pytest.mark.scenario(
     "Top-level extra presence fails fast",
     "Legacy decoding keys fail fast",
     "Legacy stop-neutral config keys fail fast",
@@ -147,16 +116,17 @@ def test_bad_servers_are_refused(row: dict[str, Any]) -> None:
     "post_rollout_pack_scope fails fast when present",
     "rollout_buffer fails fast when present",
 )
-@pytest.mark.parametrize("row", rows("moved_keys"))
-def test_a_moved_or_removed_key_is_refused_with_its_replacement(row: dict[str, Any]) -> None:
-    is_refused(row)
-
-
-@pytest.mark.req("CFG-05", "ROLL-02", "ROLL-03", "LOGP-01")
-@pytest.mark.req("REP-01", "SYNC-01", "ASYNC-01", "RES-07")
-@pytest.mark.parametrize("row", rows("rollouts", "repeat_guard", "adapters", "async_rollouts"))
-def test_keys_of_rollouts_that_contradict_each_other_are_refused(row: dict[str, Any]) -> None:
-    is_refused(row, at="rollout_matching")
+@pytest.mark.parametrize(
+    ("row", "at"),
+    [
+        pytest.param(*row.values, AT.get(family, ""), id=row.id)
+        for family in TABLE
+        if family != "pipelines"
+        for row in rows(family)
+    ],
+)
+def test_a_fault_of_a_config_is_refused_at_its_path(row: dict[str, Any], at: str) -> None:
+    is_refused(row, at=at)
 
 
 # --- Pipelines of both variants ---------------------------------------------------------

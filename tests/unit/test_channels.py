@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
-from learner.config.rollout_matching import MatchingConfig
+from learner.config import parse_config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
@@ -20,6 +20,7 @@ from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import AnswerFault, GroundTruthObject, Role, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode, entry
+from tests.unit.config_faults import ALIGNED, WARMUP, changed
 from tests.unit.small_run import rollout, small_config, written
 
 PROMPT = "Detect every object in the image."
@@ -55,17 +56,13 @@ class Answering:
         loaded: LoadedModel,
         encoder: PromptEncoder,
         scene: Sample,
-        *,
-        allow_poly: bool = False,
-        duplicate_iou: float | None = None,
+        mapping: dict[str, Any] = WARMUP,
     ) -> None:
         self.tokenizer = loaded.tokenizer
         self.scene = scene
         self.encoder = encoder
         encoding = Encoding(loaded.inner, encoder, loaded.tokenizer, "desc_first")
-        self.channel = ChannelB(
-            encoding, MatchingConfig(), allow_poly=allow_poly, duplicate_iou=duplicate_iou
-        )
+        self.channel = ChannelB(encoding, parse_config(mapping))
 
     def rollout(self, text: str) -> RolloutOutput:
         return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
@@ -106,7 +103,7 @@ def drop_reasons(metrics: dict[str, float]) -> dict[str, float]:
 def test_a_duplicate_is_removed_and_its_departure_is_of_the_pack(
     loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
 ) -> None:
-    answering = Answering(loaded, encoder, scene, duplicate_iou=0.9)
+    answering = Answering(loaded, encoder, scene, changed("stage2_ab.channel_b.prefix", "clean"))
     (first, second), stats = answering.segments(written(CAT, CAT, DOG), written(CAT, DOG))
     assert answering.target_text(first) == written(CAT, DOG) + "<|im_end|>"
     assert stats["dup/removed"] == stats["dup/answers"] == stats["dup/departures"] == 1
@@ -175,7 +172,7 @@ def test_a_polygon_counts_where_polygons_are_allowed(
     _, stats = answering.segments(f"{{{roof}}}")
     assert drop_reasons(stats) == {"poly_unsupported": 1}
     assert stats[f"{B}/N_valid_pred"] == 0
-    _, stats = Answering(loaded, encoder, scene, allow_poly=True).segments(f"{{{roof}}}")
+    _, stats = Answering(loaded, encoder, scene, ALIGNED).segments(f"{{{roof}}}")
     assert not drop_reasons(stats)
     assert stats[f"{B}/N_valid_pred"] == 1
 

@@ -262,15 +262,6 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.req("CLEAN-01", "CLEAN-02")
-def test_a_clean_prefix_is_declared_and_the_default_is_verbatim() -> None:
-    assert parse_config(WARMUP).duplicate_iou is None
-    clean = changed("stage2_ab.channel_b.prefix", "clean")
-    assert parse_config(clean).duplicate_iou == 0.9
-    nearer = changed("stage2_ab.channel_b.duplicate_iou", 0.7, clean)
-    assert parse_config(nearer).duplicate_iou == 0.7
-
-
 @pytest.mark.req("CFG-02")
 @pytest.mark.parametrize(
     ("text", "path"),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from torch.nn import Module
 
-from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -102,8 +101,8 @@ class Servers(Scripted):
 class Assessing(ChannelB):
     """Calls `before` with the number of the chunk to assess, and `at_forward` before a forward."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        super().__init__(encoding, MatchingConfig(), allow_poly=False)
+    def __init__(self, encoding: Encoding, config: Config) -> None:
+        super().__init__(encoding, config)
         self.before: Callable[[int], object] = lambda chunk: None
         self.at_forward: Callable[[], object] = lambda: None
         self.chunks = 0
@@ -134,7 +133,7 @@ class Feeding:
         self.samples = samples
         self.watched = WatchedProcessor(parts.loaded.processor)
         self.servers = Servers(samples, parts)
-        self.channel_b = Assessing(encoding(parts, config, self.watched))
+        self.channel_b = Assessing(encoding(parts, config, self.watched), config)
         backend = self.servers if round_size is None else InChunks(self.servers, round_size)
         self.policy = Policy(backend, asking_of(config))
         self.packer = Packer(config.training, config.global_max_length)

@@ -31,7 +31,6 @@ from learner.stages.targets import assess, kept_logprobs, with_target
 from learner.training.channels import Encoding
 from learner.training.recipes import recipe_class
 from learner.training.step import PlainEngine, StepRunner
-from learner.training.synchronous_rollouts import whole_groups
 from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
 from tests.unit.answers import encode, entry, text_in_role, text_of
 from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
@@ -180,15 +179,6 @@ def test_an_answer_without_a_token_is_left_out(tokenizer: PreTrainedTokenizerFas
 
 
 # --- steps
-
-
-def test_parts_of_a_stream_are_cut_into_whole_groups() -> None:
-    assert list(whole_groups([[0, 1], [2], [3, 4, 5, 6], [7, 8]], 3)) == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-    ]
-    assert list(whole_groups([[0, 1], [2]], 1)) == [[0, 1], [2]]
 
 
 Gradients = dict[str, Tensor]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from learner.config import merge, parse_config
 from learner.config.schema import Config
@@ -21,7 +20,7 @@ from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
 from learner.training.server_checks import reach_servers
 from learner.training.train import order_of
-from learner.training.trainer import build_optimizer, training_arguments
+from learner.training.trainer import training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import run_quietly, small_mapping
@@ -72,12 +71,6 @@ def test_the_trainer_has_the_arguments_of_the_config(config_of: ConfigOf, tmp_pa
     assert (made.max_steps, made.num_train_epochs) == (-1, 2.5)
     assert (made.eval_strategy, made.eval_steps, made.save_strategy) == ("steps", 2, "no")
     assert made.mixed_precision == "no"  # the project's own: test_precision.py
-
-
-def test_the_optimizer_has_the_betas(config_of: ConfigOf) -> None:
-    config = config_of({"training": {"adam_beta1": 0.8, "adam_beta2": 0.7}})
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), config.training)
-    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.7)}
 
 
 def test_samples_keep_the_order_of_the_file_unless_they_are_shuffled(config_of: ConfigOf) -> None:

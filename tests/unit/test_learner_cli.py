@@ -318,15 +318,16 @@ def test_a_server_with_another_repeat_guard_is_refused(
     assert ("repeat_terminate is off" in found) != ours.enabled
 
 
-@pytest.mark.req("REP-06", "SRV-03")
+@pytest.mark.req("REP-06", "SRV-03", "DEP-03")
 def test_every_server_with_other_settings_is_reported_at_once(run: Run) -> None:
-    run.set(rollout_matching__decode_batch_size=12)
-    first, second, third = errors_against(
-        run, info(GUARD), info(OTHER_GUARD, max_num_seqs=11), info()
+    run.set(rollout_matching__decode_batch_size=12, rollout_matching__vllm__max_model_len=512)
+    first, second, third, fourth = errors_against(
+        run, info(GUARD), info(OTHER_GUARD, max_num_seqs=11), info(max_model_len=511)
     )
     assert (first[:2], '"max_object_keys":40' in first[2]) == ((0, "repeat_terminate"), True)
     assert (second[:2], '"max_object_keys":30' in second[2]) == ((1, "repeat_terminate"), True)
     assert (third[:2], "decode_batch_size 12" in third[2]) == ((1, "max_num_seqs"), True)
+    assert (fourth[:2], "is 511, and" in fourth[2]) == ((2, "max_model_len"), True)
 
 
 @pytest.mark.req("SYNC-01")

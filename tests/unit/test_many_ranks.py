@@ -238,25 +238,6 @@ def begin(rank: Rank) -> None:
 # --- Pushes -----------------------------------------------------------------------------
 
 
-@pytest.mark.req("SYNC-08", "RES-04")
-def test_process_0_alone_forms_groups_and_pushes_and_all_processes_ask() -> None:
-    def work(rank: Rank) -> dict[str, float]:
-        version = rank.backend.connect()
-        rank.backend.push_weights(version + 1)
-        rank.ask(6, version + 1)
-        rank.backend.push_weights(version + 2)
-        rank.ask(6, version + 2)
-        return rank.notes()
-
-    with ranks(2, count=3) as run:
-        for one in run.rollouts:
-            one.version = 4
-        metrics = run.results(work)
-        assert run.pushed() == [[5, 6], [5, 6]]
-        assert [channel.groups for channel in run.channels] == [1, 1]
-    assert [of_rank["sync/pushes"] for of_rank in metrics] == [4, 0, 0]
-
-
 @pytest.mark.req("SYNC-09", "SYNC-08")
 def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
     """Process 1 waits for the outcome of the push before the push begins."""
@@ -491,13 +472,16 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
         return answered
 
     with ranks(servers=2) as run:
+        for one in run.rollouts:
+            one.version = 4
         sent = run.results(work)
         calls = [call for one in run.rollouts for call in bodies(one.server)]
-        assert run.pushed() == [[1, 2, 3]] * 2, "by process 0, once for each step"
+        assert run.pushed() == [[5, 6, 7]] * 2, "by process 0, once for each step"
+        assert [channel.groups for channel in run.channels] == [1, 1]
     assert sent == [[0, 10, 20], [1, 11, 21]]
     numbers = [int(str(call.infer_requests[0].uuid)) for call in calls]
     assert sorted(numbers) == [0, 1, 10, 11, 20, 21]
-    assert [call.expected_weights_version for call in calls] == [n // 10 + 1 for n in numbers]
+    assert [call.expected_weights_version for call in calls] == [n // 10 + 5 for n in numbers]
 
 
 # --- Servers that come back -------------------------------------------------------------
@@ -533,39 +517,30 @@ def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int
             assert run.pushed() == [[1, 1]]
 
 
-@pytest.mark.req("SYNC-07", "SYNC-08")
-@pytest.mark.parametrize("fault", [S.restart, S.break_a_push, S.lose_a_replica])
-def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
-    with ranks(1, decode_batch_size=2) as run:
+def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
+    """Notes or errors of both processes: process 1 meets a fault, and process 0 waits for it."""
 
-        def work(rank: Rank) -> dict[str, float]:
-            begin(rank)
-            if rank.peers.rank == 1:
-                run.rollouts[0].faults.append(fault)
-                rank.ask_and_meet(4)
-            else:
-                rank.wait_and_repush()
-            return rank.notes()
-
-        metrics = run.results(work)
-        assert run.pushed() == [[1, 1]]
-    assert [of_rank["sync/repushes"] for of_rank in metrics] == [1, 0]
-    assert metrics[1]["rollout/servers_lost"] == 1
-
-
-def one_asks(run: Ranks, asking: int, fault: Fault) -> Sequence[object]:
-    """Outcomes of all processes when one meets a fault and the others wait for it."""
-
-    def work(rank: Rank) -> None:
+    def work(rank: Rank) -> dict[str, float]:
         begin(rank)
         rank.meet()
-        if rank.peers.rank == asking:
+        if rank.peers.rank == 1:
             run.rollouts[0].faults.append(fault)
             rank.ask_and_meet(4)
         else:
             rank.wait_and_repush()
+        return rank.notes()
 
     return run.outcomes(work)
+
+
+@pytest.mark.req("SYNC-07", "SYNC-08")
+@pytest.mark.parametrize("fault", [S.restart, S.break_a_push, S.lose_a_replica])
+def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
+    with ranks(1, decode_batch_size=2) as run:
+        metrics = one_asks(run, fault)
+        assert run.pushed() == [[1, 1]]
+    assert [of_rank["sync/repushes"] for of_rank in metrics] == [1, 0]
+    assert metrics[1]["rollout/servers_lost"] == 1
 
 
 @pytest.mark.req("SYNC-07", "SYNC-05", "SYNC-08", "DDP-01")
@@ -580,12 +555,12 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
             run.channels[0].failures.append(failure)
             return one.restart(call)
 
-        first, second = one_asks(run, 1, restart)
+        first, second = one_asks(run, restart)
         if refused:
             assert str(first) == "the transfer broke"
             assert isinstance(second, RunError | SystemExit), "its watch can end it"
         else:
-            assert (first, second) == (None, None)
+            assert (first["sync/repushes"], second["sync/repushes"]) == (1, 0)
             assert run.pushed() == [[1, 1]]
 
 

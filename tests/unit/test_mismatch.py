@@ -12,7 +12,6 @@ from torch import nn
 
 from benchmarks.fixed_engines import samples as fixed_samples
 from learner.config import merge, parse_config
-from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
@@ -31,6 +30,7 @@ from learner.types import Channel, Role, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
 from tests.unit.answers import entry
+from tests.unit.config_faults import changed
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import box
 from tests.unit.packed_logits import packed_logits
@@ -145,7 +145,9 @@ def test_a_clean_prefix_is_compared_up_to_its_first_edit(
     learner: ToyLearner, samples: list[Sample]
 ) -> None:
     cat, dog = samples[0].objects
-    channel = ChannelB(learner.encoding, MatchingConfig(), allow_poly=False, duplicate_iou=0.9)
+    channel = ChannelB(
+        learner.encoding, parse_config(changed("stage2_ab.channel_b.prefix", "clean"))
+    )
     rollouts = answers(learner, [samples[0]] * 2, [written(cat, cat, dog), written(cat, dog)])
     (edited, whole), _ = channel.segments([samples[0]] * 2, rollouts)
     kept = edited.target.token_ids[: len(edited.kept_logprobs)]

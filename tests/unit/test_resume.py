@@ -318,24 +318,6 @@ def test_an_unreadable_resolved_config_is_refused(
     assert caught.value.do.startswith("Restore it")
 
 
-# --- folders that cannot be written to
-
-
-@pytest.mark.req("RUN-01")
-@pytest.mark.parametrize(("key", "below"), [("output_dir", "run"), ("logging_dir", "")])
-def test_a_run_folder_that_is_a_file_or_below_one_is_refused(
-    mapping: dict[str, Any], tmp_path: Path, key: str, below: str
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("kept")
-    config = parse_config(merge(mapping, {"training": {key: str(file / below)}}))
-    with pytest.raises(ContractErrors) as caught:
-        check_inputs(config)
-    assert caught.value.errors[0].where == f"training.{key}"
-    assert caught.value.errors[0].found.endswith(f"(Not a directory: {file})")
-    assert file.read_text() == "kept"
-
-
 @pytest.mark.req("RUN-01")
 def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch

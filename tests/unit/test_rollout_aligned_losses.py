@@ -116,7 +116,7 @@ def teach(toy_checkpoint: Path, toy_data: ToyData) -> Teach:
         mapping: dict[str, Any] = ALIGNED,
     ) -> Lesson:
         config = parse_config(mapping)
-        channel = ChannelB(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly)
+        channel = ChannelB(encoding, config)
         sample = replace(scene, objects=truths)
         said = rollout(prompt(sample).ids.tolist(), encode(loaded.tokenizer, answer))
         (segment,), _ = channel.segments([sample], [said])

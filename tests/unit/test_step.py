@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -19,9 +18,8 @@ from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import Pipeline
-from learner.rollout.backend import Call, RolloutBackend
+from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Asking, Policy
-from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
@@ -90,7 +88,7 @@ class Parts:
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         self.encoding = Encoding(inner, self.encode, tokenizer, "desc_first")
         self.channel_a = ChannelA(self.encoding)
-        self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
+        self.channel_b = ChannelB(self.encoding, config)
 
     def recipe(self, config: Config) -> Recipe:
         return Recipe(config, self.channel_a, self.channel_b, self.pipeline)
@@ -183,21 +181,7 @@ def test_packs_add_up_to_the_gradient_of_their_shares(
     assert close(gradients, parts.reference(segments, plan))
 
 
-@pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09", "ARCH-03")
-def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    backend = Scripted(samples, parts)
-    policy = policy_over(backend)
-    runner = parts.runner(config_of(b_ratio=0.5), policy)
-    reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
-    assert [report.channel for report in reports] == ["A", "B", "A", "B"]
-    assert [report.metrics["step/channel_b"] for report in reports] == [0, 1, 0, 1]
-    assert backend.done == ["push 1", "rollout", "push 2", "rollout"]
-    assert [r.metrics.get("sync/weights_version") for r in reports] == [None, 1, None, 2]
-
-
-@pytest.mark.req("ROLL-03")
+@pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09", "ARCH-03", "ROLL-03")
 def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
@@ -212,67 +196,15 @@ def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
     runner = parts.runner(config_of(b_ratio=0.5), policy_over(backend))
     hook = parts.loaded.model.register_forward_hook(lambda *_: backend.done.append("forward"))
     try:
-        for step in range(4):
-            parts.step(runner, samples, step)
+        reports = [parts.step(runner, samples, step)[1] for step in range(4)]
     finally:
         hook.remove()
     turn = ("takes the GPU", "push {}", "rollout", "gives it back")
     of_b = [[each.format(version) for each in turn] for version in (1, 2)]
     events = [event for event, _ in groupby(backend.done)]
     assert events == ["forward", *of_b[0], "forward", *of_b[1], "forward"]
-
-
-@pytest.mark.req("SEED-01", "SEED-02", "DIST-05", "MET-01")
-@pytest.mark.scenario("Same step produces identical derived rollout seed base")
-def test_a_b_step_logs_its_calls_with_the_seed_of_the_step(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    class Noting(Scripted):
-        def rollout(
-            self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-        ) -> list[RolloutOutput]:
-            first = request_config.seed or 0
-            self.journal.call(Call("http://a:1", 0, len(requests), first, 2, "answered"))
-            return super().rollout(requests, request_config)
-
-    backend = Noting(samples, parts)
-    asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
-    logged: list[dict[str, Any]] = []
-    config = config_of(b_ratio=0.5)
-    policy = Policy(backend, asking)
-    runner = StepRunner(config, parts.recipe(config), policy, logged.append)
-    reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
-    bases = [rollout_seed_base(11, step) for step in (1, 3)]
-    assert backend.seeds == [request_seed(base, 0, 0) for base in bases]
-    assert [r.metrics.get("rollout/seed_base") for r in reports] == [None, bases[0], None, bases[1]]
-    assert [r.metrics.get("rollout/retries") for r in reports] == [None, 1, None, 1]
-    assert [record["step"] for record in logged] == [2, 4]
-    for record, base in zip(logged, bases, strict=True):
-        assert record["rollout_seed_base"] == base
-        assert record["decoding"] == {"max_tokens": 5}
-        assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
-
-
-@pytest.mark.req("CHB-01", "MET-02", "PARSE-05", "RES-06", "RES-08")
-@pytest.mark.scenario(
-    "Missing opening brace falls back to `{` and trains",
-    "Default Stage-2 AB run uses unified Channel-B semantics",
-)
-def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    policy = policy_over(Scripted(samples, parts))
-    _, report, gradients = parts.step(parts.runner(config_of(b_ratio=1), policy), samples)
-    truths = sum(len(sample.objects) for sample in samples)
-    metrics = report.metrics
-    assert metrics["stage2_ab/channel_b/matched"] == 3
-    assert metrics["stage2_ab/channel_b/fn_appended"] == truths - 3
-    assert metrics["stage2_ab/channel_b/invalid_rollout"] == 3
-    assert metrics["rollout/per_second"] > 0
-    for phase in ("push", "rollout", "target", "pack", "learn"):
-        assert metrics[f"time/{phase}_s"] >= 0
-    assert all(torch.isfinite(g).all() for g in gradients.values())
-    assert any(g.abs().sum() > 0 for g in gradients.values())
+    assert [report.channel for report in reports] == ["A", "B", "A", "B"]
+    assert [r.metrics.get("sync/weights_version") for r in reports] == [None, 1, None, 2]
 
 
 @pytest.mark.req("PACK-05")

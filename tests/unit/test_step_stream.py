@@ -159,25 +159,6 @@ def at_random(rng: random.Random) -> Callable[[S, InferCall], Reply]:
     return answer
 
 
-@pytest.mark.req("DIST-01", "DIST-03")
-@pytest.mark.parametrize(("world_sizes", "decode_batch_size"), [([1], 1), ([1, 2], 3)])
-def test_no_device_gets_more_sequences_than_it_decodes_and_no_request_is_sent_twice(
-    world_sizes: list[int], decode_batch_size: int
-) -> None:
-    with fleet(len(world_sizes), decode_batch_size, world_sizes=world_sizes) as run:
-        every_call(run, at_random(random.Random(3)))
-        chunks = list(run.backend.stream(requests(40), CONFIG))
-        size = decode_batch_size * sum(world_sizes)
-        assert [len(chunk) for chunk in chunks[:-1]] == [size] * (len(chunks) - 1)
-        outputs = [output for chunk in chunks for output in chunk]
-        assert ids(outputs) == list(range(40))
-        assert [output.seed for output in outputs] == [SEED + i for i in range(40)]
-        once = [n for one in run.rollouts for call in one.answered for n in call]
-        assert sorted(once) == list(range(40))
-        for one, devices in zip(run.rollouts, world_sizes, strict=True):
-            assert one.peak <= decode_batch_size * devices
-
-
 def test_answers_do_not_pile_up_before_a_slow_learner() -> None:
     """Until a chunk is taken: two are packed, two more answered, and the next ones requested."""
     with fleet(1, decode_batch_size=2) as run, step_of(run, 40) as (_, chunks):

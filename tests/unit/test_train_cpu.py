@@ -16,7 +16,7 @@ from learner.data.toy import ToyData
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import load_model
 from learner.models.toy import make_model
-from learner.rollout.seeds import request_seed
+from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
 from learner.training.trainer import build_optimizer
@@ -66,7 +66,8 @@ def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(trained_run: T
     assert shown == [(step, pytest.approx(steps[step - 1][tag])) for step in (1, 3)]
 
 
-@pytest.mark.req("SEED-02", "MET-01", "ARCH-03")
+@pytest.mark.req("SEED-01", "SEED-02", "DIST-05", "MET-01", "ARCH-03")
+@pytest.mark.scenario("Same step produces identical derived rollout seed base")
 def test_calls_are_logged_with_their_seeds_and_no_servers_are_counted(
     trained_run: TrainedRun,
 ) -> None:
@@ -74,7 +75,10 @@ def test_calls_are_logged_with_their_seeds_and_no_servers_are_counted(
     (record,) = (record for record in map(json.loads, log) if "step" in record)
     call = {"server": "the learner", "first": 0, "count": 4, "attempt": 1, "outcome": "answered"}
     assert record["step"] == 2
-    assert record["calls"] == [call | {"seed": request_seed(record["rollout_seed_base"], 0, 0)}]
+    base = rollout_seed_base(load_config(trained_run.config).training.seed, 1)
+    assert record["rollout_seed_base"] == base
+    assert [line["rollout/seed_base"] for line in trained_run.lines("rollout/seed_base")] == [base]
+    assert record["calls"] == [call | {"seed": request_seed(base, 0, 0)}]
     counted = {"rollout/servers_healthy", "rollout/retries", "sync/pushes", "sync/fell_back"}
     assert not any(counted & line.keys() for line in metric_lines(trained_run.folder))
 
@@ -130,9 +134,11 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     rates = {"learning_rate": 3e-4, "vit_lr": 2e-4, "aligner_lr": 1e-4, "weight_decay": 0.1}
-    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates)
+    betas = {"adam_beta1": 0.8, "adam_beta2": 0.7}
+    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates | betas)
     model = load_model(config).model
     groups = build_optimizer(model, config.training).param_groups
+    assert {group["betas"] for group in groups} == {(0.8, 0.7)}
     placed = {id(p): group for group in groups for p in group["params"]}
     named = dict(model.named_parameters())
     assert len(placed) == sum(len(group["params"]) for group in groups) == len(named)

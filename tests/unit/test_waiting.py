@@ -14,17 +14,12 @@ from torch.distributed import HashStore
 import learner.distributed.waiting
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
-from learner.rollout.backend import ANSWERED, Call, Journal, RolloutBackend
-from learner.rollout.client import RolloutClient
-from learner.rollout.clock import Clock
-from learner.rollout.dispatch import ServerPool
+from learner.rollout.backend import ANSWERED, Call, RolloutBackend
 from learner.rollout.policy import Asking, Policy
-from learner.rollout.server_handle import ServerHandle
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.ranks_in_threads import gloo_groups
-from tests.unit.scripted_server import health, problem, scripted_server
 
 SOON_S = 0.02
 _LIMIT_S = 60.0
@@ -80,15 +75,6 @@ def test_innermost_of_nested_waits_is_reported(output: Lines) -> None:
         output.wait("all of it")
 
 
-def test_wait_for_a_starting_server_is_reported_with_its_answer(output: Lines) -> None:
-    starting = problem("not-ready", "the engines are starting", "replicas")
-    with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
-        server.routes["GET /health/"] = lambda _: health() if output.lines else starting
-        client.wait_until_pushable()
-    begins = re.escape(f"Waiting for the rollout server at {server.base_url}")
-    assert re.match(f"{begins}{SINCE}", output.lines[0])
-
-
 def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> None:
     store = HashStore()
     groups = gloo_groups(store, 2)
@@ -99,21 +85,6 @@ def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> 
     other.start()
     assert quick.all_gather(lambda: "here")[0] == "here"
     other.join()
-
-
-def test_wait_for_a_lost_server_is_reported_with_the_reason(output: Lines) -> None:
-    words = "a rollout server to come back"
-    with scripted_server() as server, RolloutClient(server.base_url) as client:
-        handle = ServerHandle(client, Journal())
-        handle.lose("connection refused")
-
-        class Pausing(Clock):
-            def sleep(self, seconds: float) -> None:
-                output.wait(words)
-
-        pool = ServerPool([handle], 1, _LIMIT_S, Journal(), clock=Pausing())
-        assert pool.wait_for(lambda: [handle] if output.lines else []) == [handle]
-    assert output.wait(words).endswith(f": {server.base_url}: connection refused")
 
 
 class Slow(RolloutBackend):

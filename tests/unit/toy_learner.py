@@ -12,7 +12,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from learner.config.rollout_matching import MatchingConfig
+from learner.config import parse_config
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack, make_pack
 from learner.models.prompts import PromptEncoder
@@ -25,6 +25,7 @@ from learner.objectives.token_ce import TokenCEModule
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import Channel, RolloutOutput, Sample
 from tests.unit.answers import encode
+from tests.unit.config_faults import WARMUP
 from tests.unit.loss_rows import COORD_REG, TOKEN_CE, bbox_geo, coord_reg, declared, token_ce
 from tests.unit.packed_logits import logits_through
 from tests.unit.small_run import rollout
@@ -67,7 +68,7 @@ class ToyLearner:
         prompt = PromptEncoder(loaded.processor, PROMPT, None)
         self.encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
         self.channel_a = ChannelA(self.encoding, context or SelfContext())
-        self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
+        self.channel_b = ChannelB(self.encoding, parse_config(WARMUP))
         self.pipeline = Pipeline(declared(*modules), loaded.vocab.ids)
 
     def pack(self, samples: Sequence[Sample]) -> Pack:

@@ -5,7 +5,7 @@ A recipe is one file here and one line in `learner.objectives.variants`, which n
 """
 
 from pkgutil import resolve_name
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import nn
 
@@ -14,7 +14,6 @@ from learner.models.flops import Arithmetic
 from learner.models.packs import Pack
 from learner.models.self_context import SelfContext
 from learner.models.start import StartModel
-from learner.objectives.objective import Objective
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.variants import VARIANTS
 from learner.stages.schedule import channel_for_step
@@ -26,10 +25,7 @@ class Recipe:
     """Both channels of a run, which of them a step runs, and the loss of a pack.
 
     A run without channel A still replays its segments (DDP-02).
-    extra_objectives: losses beside those that the config declares.
     """
-
-    extra_objectives: ClassVar[tuple[Objective, ...]] = ()
 
     def __init__(
         self, config: Config, channel_a: ChannelA, channel_b: ChannelB, objective: Pipeline
@@ -46,29 +42,14 @@ class Recipe:
         config: Config,
         encoding: Encoding,
         coord_ids: list[int],
-        channel_b: type[ChannelB] = ChannelB,
         start: StartModel | None = None,
     ) -> Self:
-        """The recipe as `config` describes it.
-
-        channel_b: an experiment may have one of its own. start: of a run that `needs_start`.
-        """
-        matching, declared = config.rollout_matching.matching, config.pipeline
-        modules = (*declared.objective, *cls.extra_objectives)
+        """The recipe as `config` describes it. start: of a run that `needs_start`."""
         return cls(
             config,
             ChannelA(encoding, cls.self_context(config)),
-            channel_b(
-                encoding,
-                matching,
-                allow_poly=config.allow_poly,
-                duplicate_iou=config.duplicate_iou,
-                matched_only=config.matched_only,
-                groups=config.group_relative,
-                whole_answers=config.whole_answers,
-                start=start,
-            ),
-            Pipeline(declared.model_copy(update={"objective": modules}), coord_ids),
+            ChannelB(encoding, config, start),
+            Pipeline(config.pipeline, coord_ids),
         )
 
     @staticmethod
@@ -94,7 +75,7 @@ class Recipe:
     def flops(self, model: nn.Module, pack: Pack, channel: Channel) -> float:
         """Of all forwards of a pack and their backwards."""
         if self._arithmetic is None:
-            self._arithmetic = Arithmetic.of(model, self.channel_a.inner.config)
+            self._arithmetic = Arithmetic.of(model, self.channel_a.encoding.inner.config)
         rows = self.objective.select(pack.supervision, channel).head_rows
         forward, both = self._arithmetic.of_pack(pack, rows)
         context = self.self_context(self.config) if channel == "A" else SelfContext()

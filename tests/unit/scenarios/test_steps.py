@@ -163,7 +163,12 @@ def mixed(toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.req("RES-01", "RES-02", "CHA-01", "STEP-01", "STEP-02")
-@pytest.mark.scenario("Selecting the trainer variant with typed `stage2_ab`")
+@pytest.mark.req("CHB-01", "PARSE-05", "RES-06", "RES-08")
+@pytest.mark.scenario(
+    "Selecting the trainer variant with typed `stage2_ab`",
+    "Missing opening brace falls back to `{` and trains",
+    "Default Stage-2 AB run uses unified Channel-B semantics",
+)
 def test_selecting_the_trainer_variant(mixed: Run) -> None:
     """Both channels train, by `stage2_ab`. A step takes its samples whole and updates once."""
     assert isinstance(mixed.trainer, StepTrainer)
@@ -176,6 +181,9 @@ def test_selecting_the_trainer_variant(mixed: Run) -> None:
         forwards = 2 if channel == "A" else 1  # of stage2_ab.n_softctx_iter
         requested = [str(BATCH), "rollouts"] if channel == "B" else []
         assert events == requested + ["forward"] * forwards * packs
+        if channel == "B":
+            names = ("matched", "invalid_rollout")  # of two answers each
+            assert [step[f"stage2_ab/channel_b/{name}"] for name in names] == [2, 2]
     error = only_error(changed("custom.trainer_variant", "stage2_ab_training"))
     assert error.do == "Use stage2_two_channel"
 
