@@ -33,7 +33,7 @@ from learner.stages.clean_prefix import (
     repeats,
     without_false_positives,
 )
-from learner.stages.formats import AnswerFormat, ReadBack
+from learner.stages.formats import AnswerFormat, ReadBack, object_key
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.tokens import CoordVocab, Tokenizer, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
@@ -109,7 +109,7 @@ def build_target(
         tokenizer,
         answers,
         prefix_len=len(parsed.prefix_token_ids),
-        fn_keys=[answers.key(start_index + i) for i in range(len(missed))],
+        fn_keys=[object_key(start_index + i) for i in range(len(missed))],
     )
     if not duplicates:
         return target
@@ -132,7 +132,7 @@ def build_ground_truth_target(
         tokenizer,
         answers,
         prefix_len=0,
-        fn_keys=[answers.key(i + 1) for i in range(len(ground_truth))],
+        fn_keys=[object_key(i + 1) for i in range(len(ground_truth))],
     )
 
 

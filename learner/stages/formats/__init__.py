@@ -60,9 +60,6 @@ class AnswerFormat(Protocol):
         changes. A token keeps its id where all of its text stays.
         """
 
-    def key(self, index: int) -> str:
-        """Name of the object with number `index`, as logs have it."""
-
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         """A whole answer without its end marker; objects are numbered from 1."""
 
@@ -77,6 +74,11 @@ class AnswerFormat(Protocol):
 
         prefix_text: of a prefix that `parse` gave. start_index: number of the first object.
         """
+
+
+def object_key(index: int) -> str:
+    """Name of the object with number `index`, as logs have it."""
+    return f"object_{index}"
 
 
 def answer_format(config: Config) -> AnswerFormat:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, SupportsIndex
 
 from learner.stages.coords import coord_token
-from learner.stages.formats import ReadBack
+from learner.stages.formats import ReadBack, object_key
 from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
 from learner.stages.tokens import HALF_CHARACTER, IM_END, Tokenizer
 from learner.types import (
@@ -79,9 +79,6 @@ class Compact:
         edits = removals([(line.start, line.end) for line in _scan(answer).lines], kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 
-    def key(self, index: int) -> str:
-        return f"object_{index}"
-
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         return self.append("", objects, 1, field_order)
 
@@ -125,13 +122,13 @@ def _assess(scan: _Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
             objects.append(found)
             continue
         dropped.append(
-            (f"object_{number}", "key_invalid" if isinstance(found, ParsedObject) else found)
+            (object_key(number), "key_invalid" if isinstance(found, ParsedObject) else found)
         )
         if within:
             entry_ends.append((last, None))
     rest = answer.tokens.text[scan.lines[-1].end if scan.lines else 0 :]
     if rest and not scan.closed:
-        dropped.append((f"object_{len(scan.lines) + 1}", "key_invalid"))
+        dropped.append((object_key(len(scan.lines) + 1), "key_invalid"))
     nothing = not scan.lines and not scan.closed and bool(rest)
     return ParsedRollout(
         objects=objects,
@@ -181,7 +178,7 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
     if kind == "bbox_2d" and (bins[2] < bins[0] or bins[3] < bins[1]):
         return "bbox_invalid"
     return ParsedObject(
-        key=f"object_{number}",
+        key=object_key(number),
         index=number,
         kind=kind,
         coords=bins,

@@ -110,9 +110,6 @@ class JsonFormat:
         edits = self.removals(self.scanner(answer.tokens.text).scan(), parsed, kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 
-    def key(self, index: int) -> str:
-        return f"object_{index}"
-
     def assess(self, scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
         """Judge the entries of a scanned answer."""
         fault = self.fault(scan, answer.tokens.text)
