@@ -23,7 +23,7 @@ from typing import NamedTuple, SupportsIndex
 from learner.stages.coords import coord_token
 from learner.stages.formats import ReadBack, object_key
 from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
-from learner.stages.tokens import HALF_CHARACTER, IM_END, Tokenizer
+from learner.stages.tokens import IM_END, Tokenizer
 from learner.types import (
     DropReason,
     FieldOrder,
@@ -166,7 +166,7 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
     described = [place for place in (before, behind) if place[0] < place[1]]
     if len(described) > 1:
         return "non_coord_token"
-    desc = _exact(*described[0], answer) if described else ""
+    desc = answer.exact_text(*described[0]) if described else ""
     if not desc.strip():
         return "missing_desc"
     bins = [answer.vocab.bins[answer.ids[position]] for position in coords]
@@ -187,20 +187,6 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
         token_span=(tokens.token_at(line.start), tokens.token_at(line.end - 1) + 1),
         desc_token_indices=tokens.tokens_between(*described[0]),
     )
-
-
-def _exact(start: int, end: int, answer: Answer) -> str:
-    """The text between two places; tokens that share a character are decoded together."""
-    tokens = answer.tokens
-    text = tokens.text[start:end]
-    if HALF_CHARACTER not in text:
-        return text
-    first, last = tokens.token_at(start), tokens.token_at(end - 1)
-    whole = "".join(answer.joined_pieces(first, last))
-    # What stands beside the description in its tokens is ASCII: a newline.
-    before = start - tokens.start_of(first)
-    behind = tokens.start_of(last + 1) - end
-    return whole[before : len(whole) - behind]
 
 
 COMPACT = Compact()

@@ -26,7 +26,7 @@ from learner.stages.formats.answer_text import (
     removals,
 )
 from learner.stages.formats.json_scanner import Entry, Scanner
-from learner.stages.tokens import HALF_CHARACTER, IM_END, Edit, Tokenizer
+from learner.stages.tokens import IM_END, Edit, Tokenizer
 from learner.types import (
     AnswerFault,
     DropReason,
@@ -224,20 +224,9 @@ def _value_text(entry: Entry, inside: range, answer: Answer) -> str:
 
     As a number it can be a coordinate, and cannot pass for a description.
     """
-    text = answer.tokens.text[entry.value_start : entry.end + 1]
-    bare = _bare_coords(entry, inside, answer)
-    if not bare and HALF_CHARACTER not in text:
-        return text
-    first = answer.tokens.token_at(entry.value_start)
-    last = answer.tokens.token_at(entry.end)
-    pieces = answer.joined_pieces(first, last)
-    for token in bare:
-        pieces[token - first] = f" {answer.vocab.bins[answer.ids[token]]} "
-    text = "".join(pieces)
-    # Both braces are ASCII: what stands outside of them reads the same joined or alone.
-    before = entry.value_start - answer.tokens.start_of(first)
-    after = answer.tokens.start_of(last + 1) - 1 - entry.end
-    return text[before : len(text) - after]
+    bins, bare = answer.vocab.bins, _bare_coords(entry, inside, answer)
+    numbers = {token: f" {bins[answer.ids[token]]} " for token in bare}
+    return answer.exact_text(entry.value_start, entry.end + 1, numbers)
 
 
 def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
