@@ -15,7 +15,6 @@ import respx
 
 from learner.rollout import client as client_module
 from learner.rollout.client import (
-    ConnectionBroken,
     OtherWeights,
     RolloutClient,
     ServerUnreachable,
@@ -330,21 +329,6 @@ def test_only_temporary_errors_are_retried() -> None:
 # --- The wire ---------------------------------------------------------------------------
 
 
-@pytest.mark.req("WIRE-01", "WIRE-02")
-def test_call_has_the_field_names_of_the_wire_and_no_nulls(
-    respx_mock: respx.MockRouter,
-) -> None:
-    respx_mock.post("/infer/").mock(response([envelope([5, 6], [1, 2], seed=7, text="{}")]))
-    with RolloutClient(URL) as client:
-        (answer,) = client.infer(CALL)
-    body = json.loads(respx_mock.calls.last.request.content)
-    assert body["infer_requests"] == [REQUEST]
-    assert InferCall.model_validate(body) == CALL
-    assert answer.response.prompt_token_ids == [1, 2]
-    assert answer.response.choices[0].token_ids == [5, 6]
-    assert answer.coordexp.seed == 7
-
-
 # --- The token --------------------------------------------------------------------------
 
 
@@ -544,20 +528,6 @@ def test_call_for_rollouts_bounds_connecting_alone(respx_mock: respx.MockRouter)
         client.infer(CALL)
     limits = respx_mock.calls.last.request.extensions["timeout"]
     assert limits == {"connect": 12.5, "read": None, "write": None, "pool": None}
-
-
-@pytest.mark.req("DIST-05")
-@pytest.mark.parametrize("reply", [HangUp(), HangUp(after=HONEST[INFER])])
-def test_cut_connection_differs_from_a_server_that_cannot_be_reached(
-    server: ScriptedServer, reply: Reply
-) -> None:
-    server.routes[INFER] = lambda _: reply
-    with RolloutClient(server.base_url) as client, pytest.raises(ConnectionBroken):
-        client.infer(CALL)
-    with RolloutClient(unused_url()) as client, pytest.raises(ServerUnreachable) as caught:
-        client.infer(CALL)
-    assert not isinstance(caught.value, ConnectionBroken)
-    assert "Connection refused" in str(caught.value)
 
 
 @pytest.mark.req("RES-25", "SYNC-05")

@@ -68,21 +68,6 @@ def test_remainders_go_to_the_largest_fractions_then_to_the_lowest_indices(
     assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == expected
 
 
-@pytest.mark.req("DIST-04", "ARCH-02", "DIST-03", "CFG-05")
-@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
-@pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "ranks", "size"),
-    [
-        *((m, [2, 1], 1, 3 * m) for m in (1, 2, 4)),
-        *[(4, [3], 1, 12), (2, [1, 2], 4, 1), (1, [2, 2], 4, 1), (3, [2, 1], 2, 4)],
-    ],
-)
-def test_ranks_share_the_rollout_devices(
-    decode_batch_size: int, world_sizes: list[int], ranks: int, size: int
-) -> None:
-    assert rank_chunk_size(decode_batch_size, world_sizes, ranks) == size
-
-
 @pytest.mark.req("DIST-04")
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
 def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_out() -> None:
@@ -182,7 +167,7 @@ def test_requests_are_cut_into_chunks_in_order(n: int, size: int) -> None:
     assert all(chunks)
 
 
-@pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04")
+@pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04", "ARCH-02", "CFG-05")
 @given(st.integers(1, 8), WORLD_SIZES, st.one_of(st.integers(1, 9), st.integers(1, 400)), st.data())
 def test_every_rank_has_its_part_of_every_server_and_none_is_overfilled(
     decode_batch_size: int, world_sizes: list[int], ranks: int, data: st.DataObject
@@ -220,22 +205,3 @@ def test_a_single_rank_sends_equal_servers_what_is_rounded_up(
     sent = [len(chunk) for chunk in plan_chunks(n, caps)]
     per_server = -(-n // servers)
     assert sent == [max(min(per_server, n - i * per_server), 0) for i in range(servers)]
-
-
-@pytest.mark.req("RES-21", "DIST-03")
-@pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "ranks", "n", "sent"),
-    [
-        # Of four places, three are needed: rank 2 has its one at the second server.
-        (2, [1, 1], 3, 1, [[1, 0], [1, 0], [0, 1]]),
-        # Rank 0 has two places at the first and one at the second, rank 1 the other way round.
-        (3, [1, 1], 2, 3, [[2, 1], [1, 2]]),
-        (1, [1, 1, 1, 1], 2, 2, [[1, 0, 1, 0], [0, 1, 0, 1]]),
-    ],
-)
-def test_where_ranks_share_servers_their_places_decide_before_what_is_rounded_up(
-    decode_batch_size: int, world_sizes: list[int], ranks: int, n: int, sent: list[list[int]]
-) -> None:
-    for rank in range(ranks):
-        caps = rank_caps(decode_batch_size, world_sizes, ranks, rank)
-        assert [len(chunk) for chunk in plan_chunks(n, caps)] == sent[rank]

@@ -2,9 +2,7 @@
 
 import ast
 from decimal import Decimal
-from fractions import Fraction
 from inspect import signature
-from math import floor
 from pathlib import Path
 
 import pytest
@@ -50,22 +48,6 @@ def test_the_ratio_is_the_decimal_that_was_written_at_any_step(step: int, permil
     expected = (step + 1) * permille // 1000 > step * permille // 1000
     assert (channel_for_step(step, permille / 1000) == "B") is expected
     assert (channel_for_step(step, f"{permille}e-3") == "B") is expected
-
-
-@pytest.mark.req("STEP-01")
-@given(
-    st.integers(0, 10**6),
-    st.decimals(0, 1, places=9),
-    st.integers(0, 200),
-    st.sampled_from([str, float, Decimal]),
-)
-def test_any_window_has_exactly_its_share_of_b_steps(
-    start: int, ratio: Decimal, length: int, written_as: type[str | float | Decimal]
-) -> None:
-    """As many as lie between the floors of `s * b_ratio` at its two ends."""
-    n_b = channels(written_as(ratio), range(start, start + length)).count("B")
-    share = Fraction(ratio)
-    assert n_b == floor((start + length) * share) - floor(start * share)
 
 
 @pytest.mark.req("STEP-01")
