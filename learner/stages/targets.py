@@ -97,7 +97,7 @@ def build_target(
     missed = [ground_truth[j] for j in match.false_negatives]
     assert len(match.pairs) + len(missed) == len(ground_truth)
     start_index = parsed.max_object_index + 1
-    table = token_table(tokenizer, answers.end_marker)
+    table = token_table(tokenizer)
     prefix_text = "".join(table.pieces(parsed.prefix_token_ids, tokenizer))
     append = answers.append(prefix_text, missed, start_index, field_order)
     matched = _corrected([(parsed.objects[i], ground_truth[j]) for i, j in match.pairs], matching)
@@ -113,7 +113,7 @@ def build_target(
     )
     if not duplicates:
         return target
-    return replace(target, departures=departures(duplicates, target.token_ids, tokenizer, answers))
+    return replace(target, departures=departures(duplicates, target.token_ids, tokenizer))
 
 
 def build_ground_truth_target(
@@ -171,7 +171,7 @@ def _supervise(
     fn_keys: list[str],
 ) -> Target:
     """The target of an answer. taught: of each entry in order; None: it is not trained on."""
-    vocab = token_table(tokenizer, answers.end_marker).vocab
+    vocab = token_table(tokenizer).vocab
     token_ids = [*answer_ids, vocab.end_id]
     found = answers.read_back(token_ids, tokenizer)
     if found is None:
@@ -233,7 +233,6 @@ def whole_answer(
     parsed: ParsedRollout,
     match: MatchResult,
     tokenizer: Tokenizer,
-    answers: AnswerFormat = COORD_JSON,
 ) -> Target:
     """The answer as the model wrote it, to its last token, and EOS where the model ended it.
 
@@ -243,7 +242,7 @@ def whole_answer(
 
     Raises `TargetUnreadable` for an answer without a token.
     """
-    vocab = token_table(tokenizer, answers.end_marker).vocab
+    vocab = token_table(tokenizer).vocab
     whole = rollout.response_token_ids
     response = list(takewhile(lambda token: token not in vocab.end_ids, whole))
     ended = rollout.finish_reason == "stop" and not rollout.repeat_terminated
@@ -323,7 +322,7 @@ def with_target(
     truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
     try:
         if whole:
-            target = whole_answer(assessed.rollout, parsed, match, tokenizer, answers)
+            target = whole_answer(assessed.rollout, parsed, match, tokenizer)
             return assessed._replace(target=target)
         if matched_only:
             parsed, match = without_false_positives(

@@ -28,15 +28,10 @@ class ReadBack(NamedTuple):
 
 
 class AnswerFormat(Protocol):
-    """What the stages ask of an answer format.
-
-    end_marker: token at which an answer ends, the EOS of every target.
+    """What the stages ask of an answer format. Every answer ends with `<|im_end|>`.
 
     What the repeat guard counts is in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
     """
-
-    @property
-    def end_marker(self) -> str: ...
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True

@@ -81,18 +81,16 @@ class Answer(NamedTuple):
         return joined
 
     def is_followed_by_eos(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the format's EOS follows the answer in `token_ids`."""
+        """Return whether the EOS follows the answer in `token_ids`."""
         return list(token_ids[len(self.ids) : len(self.ids) + 1]) == [self.vocab.end_id]
 
 
-def read_answer(
-    token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, end_marker: str
-) -> Answer:
-    """Read response ids, each of them alone, up to `end_marker` or a placeholder (PARSE-02).
+def read_answer(token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer) -> Answer:
+    """Read response ids, each of them alone, up to `<|im_end|>` or a placeholder (PARSE-02).
 
     Raises `ContractError` for a tokenizer without the tokens of the format.
     """
-    table = token_table(tokenizer, end_marker)
+    table = token_table(tokenizer)
     ids = list(map(operator.index, token_ids))
     ends = table.vocab.end_ids.intersection(ids)
     ids = ids[: min(map(ids.index, ends), default=len(ids))]

@@ -23,7 +23,7 @@ from typing import NamedTuple, SupportsIndex
 from learner.stages.coords import coord_token
 from learner.stages.formats import ReadBack, object_key
 from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
-from learner.stages.tokens import IM_END, Tokenizer
+from learner.stages.tokens import Tokenizer
 from learner.types import (
     DropReason,
     FieldOrder,
@@ -58,16 +58,14 @@ class _Scan(NamedTuple):
 class Compact:
     """The format, as `learner.stages.formats` describes it."""
 
-    end_marker = IM_END
-
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         return _assess(_scan(answer), answer, allow_poly)
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         scan, eos = _scan(answer), len(answer.ids)
         if not scan.closed or not answer.is_followed_by_eos(token_ids):
             return None
@@ -75,7 +73,7 @@ class Compact:
         return ReadBack(_assess(scan, answer, allow_poly=True), spans, (eos - 1, eos))
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        answer = read_answer(parsed.prefix_token_ids, tokenizer)
         edits = removals([(line.start, line.end) for line in _scan(answer).lines], kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 

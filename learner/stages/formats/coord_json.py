@@ -18,7 +18,7 @@ Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-
 
 Three decisions where the rules leave room:
 
-- The token of an image or a video (`<|image_pad|>`) ends an answer as the end marker does: it is
+- The token of an image or a video (`<|image_pad|>`) ends an answer as `<|im_end|>` does: it is
   no text, and in the prefix the model would look for pixels behind it.
 - A key of more than 640 digits is no `object_n`; one of 640 digits is, and does not count for
   the largest n, so that the key after any number that counts can be read back (APPEND-02).
@@ -43,7 +43,7 @@ _COUNTED_KEY = re.compile(rf'"object_([0-9]{{1,{MAX_DIGITS - 1}}})"[{WHITE_SPACE
 
 
 class CoordJson(JsonFormat):
-    """The format; a subclass may end its answers otherwise."""
+    """The format, as `learner.stages.formats` describes it."""
 
     scanner = Scanner
     opening = "{"

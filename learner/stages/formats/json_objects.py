@@ -26,7 +26,7 @@ from learner.stages.formats.answer_text import (
     removals,
 )
 from learner.stages.formats.json_scanner import Entry, Scanner
-from learner.stages.tokens import IM_END, Edit, Tokenizer
+from learner.stages.tokens import Edit, Tokenizer
 from learner.types import (
     AnswerFault,
     DropReason,
@@ -63,7 +63,6 @@ class JsonFormat:
     opening: text of the prefix if nothing of an answer can be kept.
     """
 
-    end_marker = IM_END
     scanner: ClassVar[type[Scanner]]
     opening: ClassVar[str]
 
@@ -93,11 +92,11 @@ class JsonFormat:
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         return self.assess(self.scanner(answer.tokens.text).scan(), answer, allow_poly)
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         scan = self.scanner(answer.tokens.text).scan()
         if scan.close_at is None or not answer.is_followed_by_eos(token_ids):
             return None
@@ -106,7 +105,7 @@ class JsonFormat:
         return ReadBack(self.assess(scan, answer, allow_poly=True), spans, closure)
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        answer = read_answer(parsed.prefix_token_ids, tokenizer)
         edits = self.removals(self.scanner(answer.tokens.text).scan(), parsed, kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 
