@@ -129,12 +129,11 @@ class Policy:
         """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
         assert not self.is_behind(), "push_if_stale comes before stream"
         with closing(self._backend.stream(*self._asked(samples, seed, False))) as chunks:
-            while True:
-                with self._naming_first_wait(len(samples)):
-                    outputs = next(chunks, None)
-                if outputs is None:
-                    return
-                yield outputs
+            with self._naming_first_wait(len(samples)):
+                first = next(chunks, None)
+            if first is not None:
+                yield first
+                yield from chunks
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
         """Do the same with the weights that were pushed last, also if they are old (ASYNC-01).

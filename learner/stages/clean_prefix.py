@@ -145,7 +145,7 @@ def departures(
         if stream is None:
             continue
         text = _text(stream, tokenizer)
-        place = sum(1 for _ in takewhile(_equal, zip(text.text, target.text, strict=False)))
+        place = common_length(text.text, target.text)
         if place == len(text.text):
             continue
         token = text.token_at(place)
@@ -155,8 +155,10 @@ def departures(
     return [Departure(*each) for each in sorted(found.items())]
 
 
-def _equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _said(item: ParsedObject) -> tuple[str, str, list[int]]:

@@ -29,6 +29,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.stages.clean_prefix import (
     NotRemovable,
     clean,
+    common_length,
     departures,
     repeats,
     without_false_positives,
@@ -352,5 +353,4 @@ def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:
     if rollout.logprobs is None:
         return []
     prefix = target.token_ids[: target.prefix_len]
-    own = zip(prefix, rollout.response_token_ids, strict=False)
-    return rollout.logprobs[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], own))]
+    return rollout.logprobs[: common_length(prefix, rollout.response_token_ids)]

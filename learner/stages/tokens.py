@@ -167,14 +167,9 @@ class TokenTable:
             return list(map(known.__getitem__, token_ids))
         except KeyError:
             for token_id in set(token_ids).difference(known):
-                known[token_id] = _piece(token_id, tokenizer)
+                exists = 0 <= token_id <= MAX_TOKEN_ID
+                known[token_id] = decode_exactly(tokenizer, [token_id]) if exists else ""
             return self.pieces(token_ids, tokenizer)
-
-
-def _piece(token_id: int, tokenizer: Tokenizer) -> str:
-    if not 0 <= token_id <= MAX_TOKEN_ID:
-        return ""
-    return decode_exactly(tokenizer, [token_id])
 
 
 _TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()

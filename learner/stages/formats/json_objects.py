@@ -10,7 +10,6 @@
 """
 
 import json
-import operator
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
@@ -210,22 +209,15 @@ def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] 
     """Fields of the object; None if it is no JSON, or keys repeat or nest."""
     if entry.nested:
         return None
+    # As a number, a bare coordinate cannot pass for a description.
+    bins, bare = answer.vocab.bins, _bare_coords(entry, inside, answer)
+    numbers = {token: f" {bins[answer.ids[token]]} " for token in bare}
     try:
-        pairs = _DECODER.decode(_value_text(entry, inside, answer))
+        pairs = _DECODER.decode(answer.exact_text(entry.value_start, entry.end + 1, numbers))
     except ValueError:
         return None
     fields = dict(pairs)
     return fields if len(fields) == len(pairs) else None
-
-
-def _value_text(entry: Entry, inside: range, answer: Answer) -> str:
-    """Exact text of the value, each bare coordinate token written as a JSON number.
-
-    As a number it can be a coordinate, and cannot pass for a description.
-    """
-    bins, bare = answer.vocab.bins, _bare_coords(entry, inside, answer)
-    numbers = {token: f" {bins[answer.ids[token]]} " for token in bare}
-    return answer.exact_text(entry.value_start, entry.end + 1, numbers)
 
 
 def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
@@ -251,18 +243,12 @@ def _check_fields(fields: dict[str, Any]) -> DropReason | None:
     ]
     if len(others) > 1 or unknown:
         return "key_invalid"
-    if not _is_description(fields.get("desc")):
+    desc = fields.get("desc")
+    if not isinstance(desc, str) or not desc.strip() or _SURROGATE.search(desc):
         return "missing_desc"
     if not others:
         return "missing_geom"
     return None if others[0] in GEOMETRY_KEYS else "unknown_geom"
-
-
-def _is_description(value: object) -> bool:
-    """A string that is not blank, and that is text (no unpaired surrogates)."""
-    if not isinstance(value, str) or not value.strip():
-        return False
-    return _SURROGATE.search(value) is None
 
 
 def _build_object(
@@ -296,7 +282,10 @@ def _build_object(
 
 def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropReason | None:
     """Rules about the geometry's value, in the order of PARSE-04."""
-    if not isinstance(values, list) or not _are_coord_tokens(values, parsed.coords):
+    # Text that merely looks like a coordinate token, or a number that was written out, has no bin.
+    if not isinstance(values, list) or len(values) != len(parsed.coords):
+        return "non_coord_token"
+    if not all(value in _SPELLINGS[k] for k, value in zip(parsed.coords, values, strict=True)):
         return "non_coord_token"
     if parsed.kind == "poly":
         if len(values) < 6 or len(values) % 2:
@@ -306,16 +295,6 @@ def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropRe
         return "wrong_arity"
     x1, y1, x2, y2 = parsed.coords
     return "bbox_invalid" if x2 < x1 or y2 < y1 else None
-
-
-def _are_coord_tokens(values: list[Any], bins: list[int]) -> bool:
-    """True if each value is exactly one coordinate token, quoted or bare.
-
-    `bins` come from the ids of the coordinate tokens: text that merely looks like one,
-    or a number that was written out, has no bin and makes the lengths differ.
-    """
-    spellings = map(_SPELLINGS.__getitem__, bins)
-    return len(values) == len(bins) and all(map(operator.contains, spellings, values))
 
 
 # ---- writing -------------------------------------------------------------------------
