@@ -244,19 +244,6 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.req("STEP-02", "ASYNC-01")
-@pytest.mark.parametrize("free", [True, False])
-def test_every_sample_is_trained_on_once_with_early_and_late_answers(
-    actor_of: ActorOf, samples: list[Sample], *, free: bool
-) -> None:
-    actor = actor_of(free=free)
-    steps = [step_of(actor, step) for step in range(N_SAMPLES // BATCH)]
-    trained = [sample_id for _, ids in steps for sample_id in ids]
-    assert sorted(trained) == sorted(sample.sample_id for sample in samples)
-    if not free:
-        assert {channel for channel, _ in steps} == {"A"}
-
-
-@pytest.mark.req("STEP-02", "ASYNC-01")
 def test_at_the_end_channel_a_takes_the_batches_without_answers(actor_of: ActorOf) -> None:
     actor = actor_of(total=3, prefetch_target_packs=2)
     actor.begin(0)

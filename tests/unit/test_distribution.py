@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.rollout.distribution import (
-    cut,
     next_call,
     plan_chunks,
     rank_caps,
@@ -156,15 +155,6 @@ def test_calls_fill_the_places_and_are_few_however_parts_and_calls_end(
             running.pop(data.draw(st.integers(0, len(running) - 1)))
         assert sum(running) <= most
         assert len(running) <= 1 + max(1, 32 // ranks)
-
-
-@pytest.mark.req("DIST-01", "STEP-03")
-@given(st.integers(0, 60), st.integers(1, 20))
-def test_requests_are_cut_into_chunks_in_order(n: int, size: int) -> None:
-    chunks = cut(n, size)
-    assert [i for chunk in chunks for i in chunk] == list(range(n))
-    assert all(len(chunk) == size for chunk in chunks[:-1])
-    assert all(chunks)
 
 
 @pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04", "ARCH-02", "CFG-05")

@@ -43,6 +43,7 @@ from tests.unit.streams import InChunks
 from tests.unit.toy_learner import with_awake_adapters
 
 CAT, DOG = box("cat", 0, 0, 100, 100), box("dog", 500, 500, 700, 700)
+BOTH = (CAT, DOG)
 RESOLUTION = MatchingConfig().maskiou_resolution
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 
@@ -79,49 +80,42 @@ NEAR = box("cat", 0, 0, 100, 80)
 
 @pytest.mark.req("GROUP-01")
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("text", "truths", "parts"),
     [
         # f1, duplicates, oversized, invalid, total
-        (written(CAT, DOG), (1.0, 0, 0, 0, 1.0)),
-        (written(CAT), (2 / 3, 0, 0, 0, 2 / 3)),
-        (written(NEAR), (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
-        (written(CAT, CAT, DOG), (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
-        (written(CAT, DOG, EVERYTHING, EVERYTHING), (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
-        (f"{{{entry(1, 'cat', (0, 0, 100))}}}", (0.0, 0, 0, 1.0, -2.0)),
-        (written(box("dog", 0, 0, 100, 100)), (0.0, 0, 0, 0, 0.0)),
-        ("garbage", (0.0, 0, 0, 0, 0.0)),
+        (written(CAT, DOG), BOTH, (1.0, 0, 0, 0, 1.0)),
+        (written(CAT), BOTH, (2 / 3, 0, 0, 0, 2 / 3)),
+        (written(NEAR), BOTH, (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
+        (written(CAT, CAT, DOG), BOTH, (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
+        (written(CAT, DOG, EVERYTHING, EVERYTHING), BOTH, (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
+        (f"{{{entry(1, 'cat', (0, 0, 100))}}}", BOTH, (0.0, 0, 0, 1.0, -2.0)),
+        (written(box("dog", 0, 0, 100, 100)), BOTH, (0.0, 0, 0, 0, 0.0)),
+        ("garbage", BOTH, (0.0, 0, 0, 0, 0.0)),
+        # An image without objects, and one object as large as the image.
+        ("{}", (), (1.0, 0, 0, 0, 1.0)),
+        (written(CAT), (), (0.0, 0, 0, 0, 0.0)),
+        (written(EVERYTHING), (EVERYTHING,), (1.0, 0, 0, 0, 1.0)),
     ],
 )
 def test_a_reward_is_the_f1_of_the_answer_less_its_faults(
-    tokenizer: PreTrainedTokenizerFast, text: str, parts: tuple[float, ...]
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    truths: tuple[GroundTruthObject, ...],
+    parts: tuple[float, ...],
 ) -> None:
-    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text)] * 2)
+    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text, truths)] * 2)
     assert found.reward is not None
     assert found.reward[:5] == pytest.approx(parts)
 
 
 @pytest.mark.req("GROUP-01")
-def test_an_answer_without_objects_is_right_where_there_are_none(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    none, some = (assessed_as(tokenizer, written(*objects), truths=()) for objects in ((), (CAT,)))
-    right, wrong = rewarded(groups_of(), none, some)
-    assert right.reward is not None
-    assert wrong.reward is not None
-    assert (right.reward.f1, wrong.reward.f1) == (1.0, 0.0)
-
-
-@pytest.mark.req("GROUP-01")
-def test_an_oversized_hit_is_no_fault_and_what_lvis_leaves_open_is_not_judged(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    hit = assessed_as(tokenizer, written(EVERYTHING), truths=(EVERYTHING,))
+def test_what_lvis_leaves_open_is_not_judged(tokenizer: PreTrainedTokenizerFast) -> None:
     left_open = assessed_as(
         tokenizer, written(CAT, EVERYTHING), (CAT,), metadata={NEG_CATEGORIES: []}
     )
-    for found in rewarded(groups_of(), hit, left_open):
-        assert found.reward is not None
-        assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
+    found, _ = rewarded(groups_of(), left_open, left_open)
+    assert found.reward is not None
+    assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
 
 
 @pytest.mark.req("GROUP-01")
