@@ -30,7 +30,6 @@ from learner.models.linear_attention import separate_segments
 from learner.models.loading import loading
 from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
-from learner.stages.formats import answer_format
 from learner.stages.tokens import CoordVocab, Tokenizer
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
@@ -175,7 +174,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     check_parts(model)
     with loading("model.model", str(config.model.model), _WHOLE):
         processor = read_processor(config.model.model)
-    vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     family = family_of(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from learner.objectives.objective import LossMetrics, Objective, Term
 from learner.types import COORD_BINS
-from shared_contracts.strict_model import Refusal, StrictModel
+from shared_contracts.strict_model import StrictModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +51,6 @@ class DuplicateULModule(Objective):
         if len(nll):
             mean = unlikelihood(nll).sum() / selection.totals.departures
             yield Term("duplicate_ul", "departure", mean)
-
-    def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
-        if "A" in self.channels:
-            yield Refusal(
-                f"{list(self.channels)}, and channel A has no answers with duplicates",
-                "Use [B]",
-                "channels",
-            )
 
 
 def unlikelihood(nll: Tensor) -> Tensor:

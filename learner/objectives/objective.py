@@ -135,7 +135,10 @@ class Objective(Entry):
 
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
         """Faults of its config beside the enabled modules; keys are relative to the entry."""
-        return iter(())
+        if "A" in self.channels and (self.reads_departures or self.reads_kept):
+            yield Refusal(
+                f"{list(self.channels)}, and channel A has no answers", "Use [B]", "channels"
+            )
 
 
 class Diagnostic(Entry):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from learner.objectives.objective import LossMetrics, Objective, SlotMetrics, Term, Weight
-from shared_contracts.strict_model import Refusal, StrictModel
+from shared_contracts.strict_model import StrictModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,11 +94,6 @@ class PolicyGradientModule(Objective):
         clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
         free = ratio * advantages
         return free.minimum(clipped * advantages), free
-
-    def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
-        if "A" in self.channels:
-            found = f"{list(self.channels)}, and channel A has no answers with rewards"
-            yield Refusal(found, "Use [B]", "channels")
 
 
 def ratio_of(nll: Tensor, logprobs: Tensor) -> Tensor:

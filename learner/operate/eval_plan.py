@@ -18,7 +18,6 @@ from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
 from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, checkpoints_in, read_checkpoint
 from learner.runs.run_folder import EVALUATIONS, RUN
-from learner.stages.formats import answer_format
 from learner.training.checkpoint_checks import check_checkpoint, check_taught_format
 from learner.training.input_checks import (
     check_backend,
@@ -81,7 +80,7 @@ def plan_evaluation(
     adapter = checkpoint is not None and (scored / ADAPTER).is_file()
     if adapter:
         _check_adapter(config, scored)
-        check_checkpoint(config.model.model, answer_format(config).end_marker)
+        check_checkpoint(config.model.model)
     else:
         _check_weights(scored, where)
     check_taught_format(scored, config.custom.answer_format, where)

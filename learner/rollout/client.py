@@ -15,9 +15,7 @@ environment; no message shows it.
 """
 
 import asyncio
-import html
 import os
-import re
 import socket
 import ssl
 import threading
@@ -78,7 +76,6 @@ _KEEP_ALIVE = [
 ]
 _UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
 _TEMPORARY = (_TOO_MANY, 502, 503, 504)
-_HTML_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
 _ANY_ADDRESS = "0.0.0.0"
@@ -470,10 +467,8 @@ def _fault(error: ValueError) -> str:
 
 
 def _excerpt(content: bytes) -> str:
-    """Return the start of a foreign body in one line; of an HTML page its title."""
+    """Return the start of a foreign body in one line."""
     text = content[:4096].decode(errors="replace")
-    if title := _HTML_TITLE.search(text):
-        text = f"an HTML page: {html.unescape(title[1])}"
     return printable(" ".join(text.split()), most=_EXCERPT_CHARACTERS)
 
 

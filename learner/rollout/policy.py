@@ -11,7 +11,7 @@ A step calls `mark_updated` when it has changed the training weights.
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,13 @@ def asking_of(config: Config) -> Asking:
 
 
 class Policy:
-    """Answers of samples by a backend, and its pushes."""
+    """Answers of samples by a backend, and its pushes.
+
+    Nothing is trained within a block of `backend.serving()`, which has a push with its answers.
+    """
 
     def __init__(self, backend: RolloutBackend, asking: Asking) -> None:
-        self._backend = backend
+        self.backend = backend
         self._asking = asking
         self._updates: int | None = None  # since the last push; None before the first
         self._has_answered = False
@@ -72,20 +75,7 @@ class Policy:
     @property
     def version(self) -> int:
         """The version of the newest weights of the backend; each push makes the next one."""
-        return self._backend.version.newest
-
-    @property
-    def repeat_terminate_active(self) -> bool:
-        return self._backend.repeat_terminate_active
-
-    @property
-    def streams(self) -> bool:
-        """Whether answers are generated while the learner trains."""
-        return self._backend.streams
-
-    @property
-    def round_size(self) -> int | None:
-        return self._backend.round_size
+        return self.backend.version.newest
 
     def mark_updated(self) -> None:
         """Note that the training weights have changed: the next `answer` needs a push first."""
@@ -96,19 +86,12 @@ class Policy:
         """Return whether nothing was pushed yet, or at least `updates` updates were made since."""
         return self._updates is None or self._updates >= updates
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Return the block for a push with its answers; nothing is trained within.
-
-        A backend that shares a GPU with the learner takes it over once for the whole block.
-        """
-        return self._backend.serving()
-
     def push(self) -> None:
         """Push the next version."""
         version = self.version + 1
         with waiting_for(f"a push of the weights, version {version}"):
-            self._backend.push_weights(version)
-        self._backend.version.record(version)
+            self.backend.push_weights(version)
+        self.backend.version.record(version)
         self._updates = 0
 
     def push_if_stale(self) -> None:
@@ -121,27 +104,26 @@ class Policy:
     ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        return self._answer(self._backend.rollout, samples, seed, evaluating)
+        return self._answer(self.backend.rollout, samples, seed, evaluating)
 
     def stream(
         self, samples: Sequence[Sample], seed: int
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
         assert not self.is_behind(), "push_if_stale comes before stream"
-        with closing(self._backend.stream(*self._asked(samples, seed, False))) as chunks:
-            while True:
-                with self._naming_first_wait(len(samples)):
-                    outputs = next(chunks, None)
-                if outputs is None:
-                    return
-                yield outputs
+        with closing(self.backend.stream(*self._asked(samples, seed, False))) as chunks:
+            with self._naming_first_wait(len(samples)):
+                first = next(chunks, None)
+            if first is not None:
+                yield first
+                yield from chunks
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
         """Do the same with the weights that were pushed last, also if they are old (ASYNC-01).
 
         Raises PushNeeded.
         """
-        ask = self._backend.rollout_asynchronous
+        ask = self.backend.rollout_asynchronous
         return self._answer(ask, samples, seed, evaluating=False)
 
     def repush_restarted(self) -> None:
@@ -150,7 +132,7 @@ class Policy:
         Called repeatedly while this process waits for others.
         """
         if not self.is_behind():
-            self._backend.repush_restarted()
+            self.backend.repush_restarted()
 
     def _answer(
         self, ask: Ask, samples: Sequence[Sample], seed: int, evaluating: bool
@@ -180,10 +162,10 @@ class Policy:
 
     def progress(self, count: int) -> Callable[[], str]:
         """Return a function that describes the progress of `count` requested answers."""
-        began, before = time.monotonic(), self._backend.journal.answered
+        began, before = time.monotonic(), self.backend.journal.answered
 
         def now() -> str:
-            there = self._backend.journal.answered - before
+            there = self.backend.journal.answered - before
             so_far = f"{there} of {count} are there"
             if not there:
                 return so_far
@@ -195,9 +177,9 @@ class Policy:
 
     def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
-        record, payload = self._backend.journal.take()
+        record, payload = self.backend.journal.take()
         decoding = self._decoding(evaluating).model_dump(exclude_defaults=True)
         return {"weights_version": self.version, "decoding": decoding, **record}, payload
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()

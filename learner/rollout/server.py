@@ -194,9 +194,12 @@ class ServerBackend(RolloutBackend):
             proof.check(url, envelopes, dtype)
 
     def _push(self, version: int) -> int:
+        def pushable() -> list[ServerHandle]:
+            return self._pool.usable() + _checked(self._due())
+
         with self._pushing:
             for is_last in (False, True):
-                servers = self._pool.wait_for(self._pushable)
+                servers = self._pool.wait_for(pushable)
                 errors = [error for error in _push_to(servers, version) if error is not None]
                 if len(errors) < len(servers):
                     break
@@ -240,10 +243,6 @@ class ServerBackend(RolloutBackend):
         if len(lost) == len(self._servers):
             return lost
         return [server for server in lost if not server.rests()]
-
-    def _pushable(self) -> list[ServerHandle]:
-        """Return the usable servers, and the lost ones that can take a push now."""
-        return self._pool.usable() + _checked(self._due())
 
     # --- rollouts
 

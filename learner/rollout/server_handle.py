@@ -46,9 +46,11 @@ ATTEMPTS = 4
 _BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
 _LONGEST_PAUSE_S = 60.0
 _JITTER = random.Random()  # the global generator belongs to the training
-# Attempts that broke at ages this close to each other were ended by a proxy, not by the server.
-_SAME_AGE = 0.2
-_SHORTEST_CUT_S = 1.0
+_PROXY = (
+    ". If every attempt ends after the same time, a proxy ends long calls: raise its read timeout; "
+    "or lower rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "
+    "server's own address in rollout_matching.vllm.server.servers[].base_url"
+)
 # Samples that an error names.
 _NAMED = 5
 # Pause after a failed repeated push: doubled each time.
@@ -133,7 +135,7 @@ class ServerHandle:
         """
         requests, config = part.requests, call.request_config
         seed = None if config is None else config.seed
-        tried, epoch, cut_ages_s = part.tried, self._epoch, list[float]()
+        tried, epoch = part.tried, self._epoch
 
         def note(outcome: str) -> None:
             self._journal.call(Call(self.url, requests.start, len(requests), seed, tried, outcome))
@@ -142,13 +144,11 @@ class ServerHandle:
             nonlocal tried, epoch
             if given_up.is_set():
                 raise ServerLost("the call was given up", tried)
-            tried, epoch, began = tried + 1, self._epoch, self._clock()
+            tried, epoch = tried + 1, self._epoch
             try:
                 envelopes = self._client.infer(call, epoch, given_up)
             except SERVER_ERRORS as error:
                 note(str(error))
-                if may_be_of_a_proxy(error):
-                    cut_ages_s.append(self._clock() - began)
                 raise
             note(ANSWERED)
             return envelopes
@@ -164,7 +164,8 @@ class ServerHandle:
             return retry(attempt)
         except SERVER_ERRORS as error:
             if may_pass(error) or needs_push(error) or self._was_restarted(error, epoch):
-                raise ServerLost(f"{error}{_proxy_advice(cut_ages_s)}", tried) from error
+                advice = _PROXY if may_be_of_a_proxy(error) else ""
+                raise ServerLost(f"{error}{advice}", tried) from error
             if isinstance(error, ProblemError) and error.problem.errors:
                 raise ProblemError(_named(error.problem, call)) from error
             raise
@@ -376,20 +377,6 @@ def _pause_s(state: RetryCallState) -> float:
     least_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
     pause_s = max(_BACKOFF(state), min(least_s or 0.0, _LONGEST_PAUSE_S))
     return pause_s * _JITTER.uniform(1.0, 1.5)
-
-
-def _proxy_advice(cut_ages_s: Sequence[float]) -> str:
-    """Name the proxy and the ways out if every attempt was cut at about the same age."""
-    if len(cut_ages_s) < ATTEMPTS or min(cut_ages_s) < _SHORTEST_CUT_S:
-        return ""
-    if max(cut_ages_s) - min(cut_ages_s) > _SAME_AGE * max(cut_ages_s):
-        return ""
-    return (
-        f". All {ATTEMPTS} attempts were cut after about {max(cut_ages_s):.0f} s: a proxy between "
-        "the learner and the server ends long calls. Raise the proxy's read timeout; or lower "
-        "rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "
-        "server's own address in rollout_matching.vllm.server.servers[].base_url"
-    )
 
 
 def _named(problem: Problem, call: InferCall) -> Problem:

@@ -131,7 +131,6 @@ def departures(
     duplicates: Iterable[Duplicate],
     target_ids: Sequence[int],
     tokenizer: Tokenizer,
-    answers: AnswerFormat,
 ) -> list[Departure]:
     """Where the duplicates depart from a finished target, in order and each place once.
 
@@ -140,13 +139,13 @@ def departures(
     place. It has no departure where no token of the target begins there, nor where the target goes
     on with the same words (two equal annotations).
     """
-    target = _text(target_ids, tokenizer, answers)
+    target = _text(target_ids, tokenizer)
     found: dict[int, int] = {}
     for stream in (duplicate.stream for duplicate in duplicates):
         if stream is None:
             continue
-        text = _text(stream, tokenizer, answers)
-        place = sum(1 for _ in takewhile(_equal, zip(text.text, target.text, strict=False)))
+        text = _text(stream, tokenizer)
+        place = common_length(text.text, target.text)
         if place == len(text.text):
             continue
         token = text.token_at(place)
@@ -156,17 +155,19 @@ def departures(
     return [Departure(*each) for each in sorted(found.items())]
 
 
-def _equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _said(item: ParsedObject) -> tuple[str, str, list[int]]:
     return item.desc, item.kind, item.coords
 
 
-def _text(token_ids: Sequence[int], tokenizer: Tokenizer, answers: AnswerFormat) -> TokenText:
+def _text(token_ids: Sequence[int], tokenizer: Tokenizer) -> TokenText:
     """Their text, in which a token that is part of a character has its id for a text."""
-    pieces = token_table(tokenizer, answers.end_marker).pieces(token_ids, tokenizer)
+    pieces = token_table(tokenizer).pieces(token_ids, tokenizer)
     return TokenText(
         [
             f"{HALF_CHARACTER}{token}" if HALF_CHARACTER in piece else piece

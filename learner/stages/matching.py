@@ -135,16 +135,6 @@ def covers_a_pixel(shape: AnyShape, resolution: int) -> bool:
     return x1 != x2 and y1 != y2
 
 
-def exact_iou(
-    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], resolution: int
-) -> FloatArray:
-    """IoU (P, G) of every pair, as evaluations measure it (RES-20).
-
-    Exact of two boxes; of masks on a canvas of `resolution` where a polygon is in the pair.
-    """
-    return exact_ious(_shapes(predicted), _shapes(ground_truth), resolution)
-
-
 def same_description(said: Sequence[Described], others: Sequence[Described]) -> BoolArray:
     """Which pairs (P, G) are described alike: equal in Unicode NFC (RES-20)."""
     names = np.array([normalized(item.desc) for item in said], dtype=object)
@@ -244,12 +234,16 @@ def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> Float
     return iou
 
 
-def exact_ious(a: Shapes, b: Shapes, resolution: int) -> FloatArray:
-    """IoU (N, M) of shapes `a` with `b`, as evaluations measure it (RES-20).
+def exact_iou(
+    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], resolution: int
+) -> FloatArray:
+    """IoU (P, G) of every pair, as evaluations measure it (RES-20).
 
     Of two boxes it is that of their areas, exactly; where a polygon is in the pair, that of both
-    masks on the canvas. A shape too thin for an area has IoU 1 with its equal, 0 with all others.
+    masks on a canvas of `resolution`. A shape too thin for an area has IoU 1 with its equal, 0 with
+    all others.
     """
+    a, b = _shapes(predicted), _shapes(ground_truth)
     iou = box_iou(a.boxes[:, None], b.boxes)
     drawn = (a.are_polygons[:, None] | b.are_polygons) & (iou > 0)
     if drawn.any():

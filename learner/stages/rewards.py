@@ -37,24 +37,18 @@ def with_rewards(
     group (Shao et al., "DeepSeekMath", arXiv 2402.03300). The standard deviation is that of the
     group itself, over `group_size`. Equal rewards have the advantage 0.
     """
-    size = config.group_size
-    assert len(assessed) % size == 0, "groups are whole"
     rewards = [reward_of(each, config.reward, resolution) for each in assessed]
-    compared: list[Reward] = []
-    for start in range(0, len(rewards), size):
-        group = rewards[start : start + size]
-        totals = np.array([reward.total for reward in group])
-        equal = totals.min() == totals.max()
-        spread = 0.0 if equal else float(totals.std())
-        ahead = np.zeros(size) if equal else totals - totals.mean()
-        if config.advantage == "mean_std":
-            ahead = ahead / (spread + STD_FLOOR)
-        compared += [
-            reward._replace(spread=spread, advantage=float(advantage))
-            for reward, advantage in zip(group, ahead, strict=True)
-        ]
-    pairs = zip(assessed, compared, strict=True)
-    return [each._replace(reward=reward) for each, reward in pairs]
+    totals = np.array([reward.total for reward in rewards]).reshape(-1, config.group_size)
+    equal = (totals == totals[:, :1]).all(axis=1, keepdims=True)
+    spreads = np.where(equal, 0.0, totals.std(axis=1, keepdims=True))
+    ahead = np.where(equal, 0.0, totals - totals.mean(axis=1, keepdims=True))
+    if config.advantage == "mean_std":
+        ahead = ahead / (spreads + STD_FLOOR)
+    compared = zip(np.broadcast_to(spreads, ahead.shape).flat, ahead.flat, strict=True)
+    return [
+        each._replace(reward=reward._replace(spread=float(spread), advantage=float(advantage)))
+        for each, reward, (spread, advantage) in zip(assessed, rewards, compared, strict=True)
+    ]
 
 
 def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) -> Reward:
@@ -63,33 +57,26 @@ def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) 
     iou = exact_iou(predicted, sample.objects, resolution)
     named = same_description(predicted, sample.objects)
     hits = {p for p, _ in most_pairs(iou, named & (iou >= IOU_THRESHOLDS[0]))}
-    unjudged = [
-        p
-        for p, found in enumerate(predicted)
-        if p not in hits and left_open(found.desc, sample.objects, sample.category_lists)
-    ]
-    named[unjudged] = False
+    lists = sample.category_lists
+    unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, sample.objects, lists)}
+    unjudged -= hits
+    named[[*unjudged]] = False
     hits_at = [len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS]
-    judged = len(predicted) - len(unjudged)
-    both = judged + len(sample.objects)
-    oversized = [
-        p
-        for p, found in enumerate(predicted)
-        if p not in hits
-        and p not in unjudged
-        and _image_share(found.shape) >= config.oversized_share
-    ]
+    both = len(predicted) - len(unjudged) + len(sample.objects)
+    shares = map(_image_share, (found.shape for found in predicted))
+    large = {p for p, share in enumerate(shares) if share >= config.oversized_share}
     dropped = len(assessed.parsed.dropped)
     entries = max(len(predicted) + dropped, 1)
     f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
     duplicates = len(repeats(predicted, config.duplicate_iou, resolution)) / entries
+    oversized, invalid = len(large - hits - unjudged) / entries, dropped / entries
     total = (
         config.f1_weight * f1
         - config.duplicate_weight * duplicates
-        - config.oversized_weight * len(oversized) / entries
-        - config.invalid_weight * dropped / entries
+        - config.oversized_weight * oversized
+        - config.invalid_weight * invalid
     )
-    return Reward(f1, duplicates, len(oversized) / entries, dropped / entries, total)
+    return Reward(f1, duplicates, oversized, invalid, total)
 
 
 def _image_share(box: Shape) -> float:

@@ -29,11 +29,12 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.stages.clean_prefix import (
     NotRemovable,
     clean,
+    common_length,
     departures,
     repeats,
     without_false_positives,
 )
-from learner.stages.formats import AnswerFormat, ReadBack
+from learner.stages.formats import AnswerFormat, ReadBack, object_key
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.tokens import CoordVocab, Tokenizer, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
@@ -97,7 +98,7 @@ def build_target(
     missed = [ground_truth[j] for j in match.false_negatives]
     assert len(match.pairs) + len(missed) == len(ground_truth)
     start_index = parsed.max_object_index + 1
-    table = token_table(tokenizer, answers.end_marker)
+    table = token_table(tokenizer)
     prefix_text = "".join(table.pieces(parsed.prefix_token_ids, tokenizer))
     append = answers.append(prefix_text, missed, start_index, field_order)
     matched = _corrected([(parsed.objects[i], ground_truth[j]) for i, j in match.pairs], matching)
@@ -109,11 +110,11 @@ def build_target(
         tokenizer,
         answers,
         prefix_len=len(parsed.prefix_token_ids),
-        fn_keys=[answers.key(start_index + i) for i in range(len(missed))],
+        fn_keys=[object_key(start_index + i) for i in range(len(missed))],
     )
     if not duplicates:
         return target
-    return replace(target, departures=departures(duplicates, target.token_ids, tokenizer, answers))
+    return replace(target, departures=departures(duplicates, target.token_ids, tokenizer))
 
 
 def build_ground_truth_target(
@@ -132,7 +133,7 @@ def build_ground_truth_target(
         tokenizer,
         answers,
         prefix_len=0,
-        fn_keys=[answers.key(i + 1) for i in range(len(ground_truth))],
+        fn_keys=[object_key(i + 1) for i in range(len(ground_truth))],
     )
 
 
@@ -171,7 +172,7 @@ def _supervise(
     fn_keys: list[str],
 ) -> Target:
     """The target of an answer. taught: of each entry in order; None: it is not trained on."""
-    vocab = token_table(tokenizer, answers.end_marker).vocab
+    vocab = token_table(tokenizer).vocab
     token_ids = [*answer_ids, vocab.end_id]
     found = answers.read_back(token_ids, tokenizer)
     if found is None:
@@ -233,7 +234,6 @@ def whole_answer(
     parsed: ParsedRollout,
     match: MatchResult,
     tokenizer: Tokenizer,
-    answers: AnswerFormat = COORD_JSON,
 ) -> Target:
     """The answer as the model wrote it, to its last token, and EOS where the model ended it.
 
@@ -243,7 +243,7 @@ def whole_answer(
 
     Raises `TargetUnreadable` for an answer without a token.
     """
-    vocab = token_table(tokenizer, answers.end_marker).vocab
+    vocab = token_table(tokenizer).vocab
     whole = rollout.response_token_ids
     response = list(takewhile(lambda token: token not in vocab.end_ids, whole))
     ended = rollout.finish_reason == "stop" and not rollout.repeat_terminated
@@ -323,7 +323,7 @@ def with_target(
     truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
     try:
         if whole:
-            target = whole_answer(assessed.rollout, parsed, match, tokenizer, answers)
+            target = whole_answer(assessed.rollout, parsed, match, tokenizer)
             return assessed._replace(target=target)
         if matched_only:
             parsed, match = without_false_positives(
@@ -353,5 +353,4 @@ def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:
     if rollout.logprobs is None:
         return []
     prefix = target.token_ids[: target.prefix_len]
-    own = zip(prefix, rollout.response_token_ids, strict=False)
-    return rollout.logprobs[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], own))]
+    return rollout.logprobs[: common_length(prefix, rollout.response_token_ids)]

@@ -103,7 +103,7 @@ class CoordVocab:
     """Ids of the coordinate tokens and of those at which an answer ends.
 
     ids: the id of `<|coord_k|>` at index k; 1000 distinct ids.
-    end_id: of the format's end marker, the EOS of every target.
+    end_id: of `<|im_end|>`, the EOS of every target.
     end_ids: that one, and those of `PLACEHOLDERS` where the tokenizer has them.
     bins: bin of each coordinate id.
     """
@@ -114,9 +114,9 @@ class CoordVocab:
     bins: dict[int, int]
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, end_marker: str = IM_END) -> "CoordVocab":
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "CoordVocab":
         """Look the ids up; raises `ContractError` where a token is missing."""
-        end_id = _single_id(tokenizer, end_marker)
+        end_id = _single_id(tokenizer, IM_END)
         ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
         seen = [_find_id(tokenizer, token) for token in PLACEHOLDERS]
         end_ids = frozenset(end for end in (end_id, *seen) if end is not None)
@@ -153,8 +153,8 @@ class TokenTable:
     It does not hold the tokenizer, so that it goes when the tokenizer does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_marker: str) -> None:
-        self.vocab = CoordVocab.from_tokenizer(tokenizer, end_marker)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab = CoordVocab.from_tokenizer(tokenizer)
         self._pieces: dict[int, str] = {}
 
     def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
@@ -167,28 +167,22 @@ class TokenTable:
             return list(map(known.__getitem__, token_ids))
         except KeyError:
             for token_id in set(token_ids).difference(known):
-                known[token_id] = _piece(token_id, tokenizer)
+                exists = 0 <= token_id <= MAX_TOKEN_ID
+                known[token_id] = decode_exactly(tokenizer, [token_id]) if exists else ""
             return self.pieces(token_ids, tokenizer)
 
 
-def _piece(token_id: int, tokenizer: Tokenizer) -> str:
-    if not 0 <= token_id <= MAX_TOKEN_ID:
-        return ""
-    return decode_exactly(tokenizer, [token_id])
+_TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()
 
 
-_TABLES: WeakKeyDictionary[Tokenizer, dict[str, TokenTable]] = WeakKeyDictionary()
+def token_table(tokenizer: Tokenizer) -> TokenTable:
+    """The table of a tokenizer, built at its first use.
 
-
-def token_table(tokenizer: Tokenizer, end_marker: str = IM_END) -> TokenTable:
-    """The table of a tokenizer and an end marker, built at its first use.
-
-    Raises `ContractError` when the tokenizer lacks coordinate tokens or the end marker.
+    Raises `ContractError` when the tokenizer lacks coordinate tokens or `<|im_end|>`.
     """
-    tables = _TABLES.setdefault(tokenizer, {})
-    if end_marker not in tables:
-        tables[end_marker] = TokenTable(tokenizer, end_marker)
-    return tables[end_marker]
+    if tokenizer not in _TABLES:
+        _TABLES[tokenizer] = TokenTable(tokenizer)
+    return _TABLES[tokenizer]
 
 
 class Edit(NamedTuple):

@@ -111,7 +111,8 @@ def transport_shares(
             batch = group[first : first + step]
             pred, pred_sizes = _fill([pairs[index][0] for index in batch], rows)
             truth, truth_sizes = _fill([pairs[index][1] for index in batch], columns)
-            costs = _cost_matrix(pred, truth, cost)
+            order = 1 if cost == "l1" else 2
+            costs: FloatArray = np.linalg.norm(pred[:, None] - truth, ord=order, axis=3)
             plans = _sinkhorn(costs, pred_sizes, truth_sizes, epsilon, iters)
             for place, index in enumerate(batch):
                 found[index] = plans[: pred_sizes[place], : truth_sizes[place], place]
@@ -128,13 +129,6 @@ def _fill(sets: Sequence[FloatArray], size: int) -> tuple[FloatArray, IndexArray
     order = np.arange(size)[:, None]
     starts = np.cumsum(sizes) - sizes
     return np.concatenate(sets)[starts + np.minimum(order, sizes - 1)], sizes
-
-
-def _cost_matrix(pred: FloatArray, truth: FloatArray, cost: TransportCost) -> FloatArray:
-    """(P, G, B) distances of points (P, B, 2) and (G, B, 2)."""
-    order = 1 if cost == "l1" else 2
-    costs: FloatArray = np.linalg.norm(pred[:, None] - truth, ord=order, axis=3)
-    return costs
 
 
 def _sinkhorn(

@@ -174,7 +174,7 @@ class BatchMaker:
         self, samples: Sequence[Sample], rank_base: int
     ) -> Generator[AnsweredRound, None, None]:
         group = self._channel_b.answers_per_sample
-        size = max(1, (self._policy.round_size or len(samples)) // group) * group
+        size = max(1, (self._policy.backend.round_size or len(samples)) // group) * group
         for start in range(0, len(samples), size):
             of_round, began = samples[start : start + size], time.perf_counter()
             version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))

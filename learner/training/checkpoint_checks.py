@@ -31,7 +31,7 @@ def check_model(config: Config) -> None:
     Raises:
         ContractError: as `check_checkpoint` and `check_taught_format`.
     """
-    check_checkpoint(config.model.model, answer_format(config).end_marker)
+    check_checkpoint(config.model.model)
     check_taught_format(config.model.model, config.custom.answer_format, "model.model")
 
 

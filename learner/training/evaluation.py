@@ -68,7 +68,7 @@ def build_scorer(
             evaluations.append(evaluation)
 
         alone = nullcontext() if source is None else source.exclusive_access()
-        with alone, policy.serving():
+        with alone, policy.backend.serving():
             policy.push_if_stale()
             peers.all_gather(answered, meanwhile=policy.repush_restarted)
         (evaluation,) = evaluations
@@ -100,7 +100,7 @@ def score_checkpoint(
         backend = open_backend(config, loaded, clients, folder, samples, placement)
     policy = Policy(backend, asking_of(config))
     try:
-        with policy.serving():
+        with policy.backend.serving():
             policy.push_if_stale()
             return evaluate(
                 policy,

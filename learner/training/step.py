@@ -214,7 +214,7 @@ class StepRunner:
         if self._logprobs:
             this.report.payload.merge(mismatch_payload(Mismatch.joined(this.mismatches)))
         modes = {f"rollout/decode_{m}": m == self._decode_mode for m in get_args(DecodeMode)}
-        active = self._policy.repeat_terminate_active
+        active = self._policy.backend.repeat_terminate_active
         this.report.payload.note({"rollout/repeat_terminate_active": active, **modes})
         return loss
 

@@ -211,11 +211,11 @@ class SynchronousRollouts(RolloutSource):
             return counted
 
         def overlapped(items: Generator[T, None, None]) -> AbstractContextManager[Iterator[T]]:
-            return prefetch(items) if policy.streams else nullcontext(items)
+            return prefetch(items) if policy.backend.streams else nullcontext(items)
 
         with self._channel_b.ahead(own), ExitStack() as serving:
             with clock.phase("push"):
-                serving.enter_context(policy.serving())
+                serving.enter_context(policy.backend.serving())
                 policy.push_if_stale()
             with overlapped(answers()) as answered, overlapped(chunks(answered)) as ready:
                 yield PackFeed(seed_base, ready, payload)

@@ -91,7 +91,7 @@ def check_continued(
     parsed = answers.parse(ids, TOKENIZER)
     prefix = parsed.prefix_token_ids
     more = answers.append(text_of(TOKENIZER, prefix), missed, parsed.max_object_index + 1, order)
-    end_id = token_table(TOKENIZER, answers.end_marker).vocab.end_id
+    end_id = token_table(TOKENIZER).vocab.end_id
     found = answers.read_back([*prefix, *encode(TOKENIZER, more), end_id], TOKENIZER)
     assert found is not None
     said = [(each.desc, each.shape) for each in found.parsed.objects]

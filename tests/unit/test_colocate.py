@@ -21,11 +21,11 @@ from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.models.load import Offload
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.colocate import learner_environment, media_dirs, place, server_settings
+from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.input_checks import check_backend, check_launcher
-from learner.types import RolloutOutput, Sample
+from learner.types import RolloutOutput
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import check_gpus
@@ -137,13 +137,21 @@ def test_default_is_four_gpus_and_fewer_are_reported(
 
 
 @pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize(("asked", "gpus"), [(5, [0, 1, 2, 3]), (2, [])])
-def test_more_gpus_than_visible_are_refused(asked: int, gpus: list[int]) -> None:
-    with pytest.raises(ContractError) as caught:
-        place(VllmConfig(tensor_parallel_size=asked), gpus)
+@pytest.mark.parametrize(
+    ("asked", "gpus", "processes", "found"),
+    [
+        (5, [0, 1, 2, 3], 1, "5 GPUs are asked for"),
+        (2, [], 1, "2 GPUs are asked for"),
+        (2, [0, 1, 2], 3, "each of 3 learner processes"),
+        (2, [], 2, "each of 2 learner processes"),
+    ],
+)
+def test_size_that_does_not_fit_gpus_or_processes_is_refused(
+    asked: int, gpus: list[int], processes: int, found: str
+) -> None:
+    with pytest.raises(ContractError, match=found) as caught:
+        place(VllmConfig(tensor_parallel_size=asked), gpus, processes)
     assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
-    assert f"{asked} GPUs are asked for" in caught.value.found
-    assert CUDA_VISIBLE in caught.value.do
 
 
 @pytest.mark.req("ROLL-03")
@@ -168,16 +176,6 @@ def test_server_of_several_processes_has_a_worker_for_each(
     assert learner_environment(placement, processes) == {}
     settings = settings_of(config, gpus, "ipc", tmp_path, processes)
     assert settings.num_workers == processes
-
-
-@pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize(("gpus", "processes"), [([0, 1, 2], 3), ([], 2)])
-def test_processes_that_do_not_split_into_replicas_are_refused(
-    gpus: list[int], processes: int
-) -> None:
-    with pytest.raises(ContractError, match=f"each of {processes} learner processes") as caught:
-        place(VllmConfig(tensor_parallel_size=2), gpus, processes)
-    assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
 
 
 def settings_of(
@@ -216,13 +214,6 @@ def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> No
     assert not settings.repeat_terminate.enabled
     environment = engine_environment(settings)
     assert repeat_config_from_environment(environment) in (None, RepeatTerminateConfig())
-
-
-@pytest.mark.req("WIRE-04")
-def test_folders_of_the_images_are_allowed_media_dirs() -> None:
-    paths = ["/data/b/1.png", "/data/a/2.png", "/data/b/3.png"]
-    samples = [Sample(path, (Path(path),), 64, 64, ()) for path in paths]
-    assert media_dirs(samples) == [Path("/data/a"), Path("/data/b")]
 
 
 # --- Checks before anything is started --------------------------------------------------
@@ -404,9 +395,6 @@ def test_server_that_was_steady_may_die_as_often_again(tmp_path: Path) -> None:
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
     assert starts(tmp_path) == 3
-
-
-# --- The memory of a shared GPU ----------------------------------------------------------
 
 
 # --- Room on the device -----------------------------------------------------------------

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.rollout.distribution import (
-    cut,
     next_call,
     plan_chunks,
     rank_caps,
@@ -66,21 +65,6 @@ def test_remainders_go_to_the_largest_fractions_then_to_the_lowest_indices(
     best = max(ways, key=lambda up: [up[i] for i in places])
     expected = [int(share) + up for share, up in zip(shares, best, strict=True)]
     assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == expected
-
-
-@pytest.mark.req("DIST-04", "ARCH-02", "DIST-03", "CFG-05")
-@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
-@pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "ranks", "size"),
-    [
-        *((m, [2, 1], 1, 3 * m) for m in (1, 2, 4)),
-        *[(4, [3], 1, 12), (2, [1, 2], 4, 1), (1, [2, 2], 4, 1), (3, [2, 1], 2, 4)],
-    ],
-)
-def test_ranks_share_the_rollout_devices(
-    decode_batch_size: int, world_sizes: list[int], ranks: int, size: int
-) -> None:
-    assert rank_chunk_size(decode_batch_size, world_sizes, ranks) == size
 
 
 @pytest.mark.req("DIST-04")
@@ -173,16 +157,7 @@ def test_calls_fill_the_places_and_are_few_however_parts_and_calls_end(
         assert len(running) <= 1 + max(1, 32 // ranks)
 
 
-@pytest.mark.req("DIST-01", "STEP-03")
-@given(st.integers(0, 60), st.integers(1, 20))
-def test_requests_are_cut_into_chunks_in_order(n: int, size: int) -> None:
-    chunks = cut(n, size)
-    assert [i for chunk in chunks for i in chunk] == list(range(n))
-    assert all(len(chunk) == size for chunk in chunks[:-1])
-    assert all(chunks)
-
-
-@pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04")
+@pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04", "ARCH-02", "CFG-05")
 @given(st.integers(1, 8), WORLD_SIZES, st.one_of(st.integers(1, 9), st.integers(1, 400)), st.data())
 def test_every_rank_has_its_part_of_every_server_and_none_is_overfilled(
     decode_batch_size: int, world_sizes: list[int], ranks: int, data: st.DataObject
@@ -220,22 +195,3 @@ def test_a_single_rank_sends_equal_servers_what_is_rounded_up(
     sent = [len(chunk) for chunk in plan_chunks(n, caps)]
     per_server = -(-n // servers)
     assert sent == [max(min(per_server, n - i * per_server), 0) for i in range(servers)]
-
-
-@pytest.mark.req("RES-21", "DIST-03")
-@pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "ranks", "n", "sent"),
-    [
-        # Of four places, three are needed: rank 2 has its one at the second server.
-        (2, [1, 1], 3, 1, [[1, 0], [1, 0], [0, 1]]),
-        # Rank 0 has two places at the first and one at the second, rank 1 the other way round.
-        (3, [1, 1], 2, 3, [[2, 1], [1, 2]]),
-        (1, [1, 1, 1, 1], 2, 2, [[1, 0, 1, 0], [0, 1, 0, 1]]),
-    ],
-)
-def test_where_ranks_share_servers_their_places_decide_before_what_is_rounded_up(
-    decode_batch_size: int, world_sizes: list[int], ranks: int, n: int, sent: list[list[int]]
-) -> None:
-    for rank in range(ranks):
-        caps = rank_caps(decode_batch_size, world_sizes, ranks, rank)
-        assert [len(chunk) for chunk in plan_chunks(n, caps)] == sent[rank]

@@ -18,7 +18,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.models.load import LoadedModel, load_model
-from learner.models.packs import make_pack
+from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
 from learner.models.start import StartModel
 from learner.rollout.policy import Policy, asking_of
@@ -42,6 +42,7 @@ from tests.unit.streams import InChunks
 from tests.unit.toy_learner import with_awake_adapters
 
 CAT, DOG = box("cat", 0, 0, 100, 100), box("dog", 500, 500, 700, 700)
+BOTH = (CAT, DOG)
 RESOLUTION = MatchingConfig().maskiou_resolution
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 
@@ -78,49 +79,42 @@ NEAR = box("cat", 0, 0, 100, 80)
 
 @pytest.mark.req("GROUP-01")
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("text", "truths", "parts"),
     [
         # f1, duplicates, oversized, invalid, total
-        (written(CAT, DOG), (1.0, 0, 0, 0, 1.0)),
-        (written(CAT), (2 / 3, 0, 0, 0, 2 / 3)),
-        (written(NEAR), (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
-        (written(CAT, CAT, DOG), (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
-        (written(CAT, DOG, EVERYTHING, EVERYTHING), (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
-        (f"{{{entry(1, 'cat', (0, 0, 100))}}}", (0.0, 0, 0, 1.0, -2.0)),
-        (written(box("dog", 0, 0, 100, 100)), (0.0, 0, 0, 0, 0.0)),
-        ("garbage", (0.0, 0, 0, 0, 0.0)),
+        (written(CAT, DOG), BOTH, (1.0, 0, 0, 0, 1.0)),
+        (written(CAT), BOTH, (2 / 3, 0, 0, 0, 2 / 3)),
+        (written(NEAR), BOTH, (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
+        (written(CAT, CAT, DOG), BOTH, (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
+        (written(CAT, DOG, EVERYTHING, EVERYTHING), BOTH, (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
+        (f"{{{entry(1, 'cat', (0, 0, 100))}}}", BOTH, (0.0, 0, 0, 1.0, -2.0)),
+        (written(box("dog", 0, 0, 100, 100)), BOTH, (0.0, 0, 0, 0, 0.0)),
+        ("garbage", BOTH, (0.0, 0, 0, 0, 0.0)),
+        # An image without objects, and one object as large as the image.
+        ("{}", (), (1.0, 0, 0, 0, 1.0)),
+        (written(CAT), (), (0.0, 0, 0, 0, 0.0)),
+        (written(EVERYTHING), (EVERYTHING,), (1.0, 0, 0, 0, 1.0)),
     ],
 )
 def test_a_reward_is_the_f1_of_the_answer_less_its_faults(
-    tokenizer: PreTrainedTokenizerFast, text: str, parts: tuple[float, ...]
+    tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    truths: tuple[GroundTruthObject, ...],
+    parts: tuple[float, ...],
 ) -> None:
-    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text)] * 2)
+    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text, truths)] * 2)
     assert found.reward is not None
     assert found.reward[:5] == pytest.approx(parts)
 
 
 @pytest.mark.req("GROUP-01")
-def test_an_answer_without_objects_is_right_where_there_are_none(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    none, some = (assessed_as(tokenizer, written(*objects), truths=()) for objects in ((), (CAT,)))
-    right, wrong = rewarded(groups_of(), none, some)
-    assert right.reward is not None
-    assert wrong.reward is not None
-    assert (right.reward.f1, wrong.reward.f1) == (1.0, 0.0)
-
-
-@pytest.mark.req("GROUP-01")
-def test_an_oversized_hit_is_no_fault_and_what_lvis_leaves_open_is_not_judged(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    hit = assessed_as(tokenizer, written(EVERYTHING), truths=(EVERYTHING,))
+def test_what_lvis_leaves_open_is_not_judged(tokenizer: PreTrainedTokenizerFast) -> None:
     left_open = assessed_as(
         tokenizer, written(CAT, EVERYTHING), (CAT,), metadata={NEG_CATEGORIES: []}
     )
-    for found in rewarded(groups_of(), hit, left_open):
-        assert found.reward is not None
-        assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
+    found, _ = rewarded(groups_of(), left_open, left_open)
+    assert found.reward is not None
+    assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
 
 
 @pytest.mark.req("GROUP-01")
@@ -188,7 +182,6 @@ Gradients = dict[str, Tensor]
 class Ran:
     """A step of one rank."""
 
-    runner: StepRunner
     report: StepReport
     loss: float
     gradients: Gradients
@@ -203,30 +196,53 @@ def in_training(config: Config) -> LoadedModel:
     return with_awake_adapters(loaded)
 
 
+class Scene:
+    """A recipe on a model in training, with scripted answers.
+
+    given: the model; None: it is loaded, which threads cannot do at the same time.
+    """
+
+    def __init__(
+        self, config: Config, samples: Sequence[Sample], given: LoadedModel | None = None
+    ) -> None:
+        self.config, self.samples = config, samples
+        self.loaded = given or in_training(config)
+        prompt = PromptEncoder(self.loaded.processor, config.template.prompt, None)
+        self.answers = Answering(samples, self.loaded.tokenizer, prompt)
+        self.start = StartModel(config, self.loaded) if config.needs_start else None
+        self.recipe = recipe_class(config).of_run(
+            config,
+            Encoding(self.loaded.inner, prompt, self.loaded.tokenizer, "desc_first"),
+            self.loaded.vocab.ids,
+            start=self.start,
+        )
+
+    @property
+    def gradients(self) -> Gradients:
+        named = self.loaded.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    def segments(self, seed: int) -> tuple[list[Segment], list[AssessedRollout]]:
+        policy = Policy(self.answers, asking_of(self.config))
+        policy.push()
+        asked = [sample for sample in self.samples for _ in range(SIZE)]
+        return self.recipe.channel_b.segments(asked, policy.answer(asked, seed))
+
+
 def run_step(
     config: Config,
     samples: Sequence[Sample],
     peers: Peers = SINGLE_PROCESS,
     given: LoadedModel | None = None,
 ) -> Ran:
-    """Step 0 of this rank over its part of `samples`, by scripted answers.
-
-    given: the model; None: it is loaded, which threads cannot do at the same time.
-    """
-    loaded = given or in_training(config)
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
-    backend = Answering(samples, loaded.tokenizer, prompt)
-    policy = Policy(InChunks(backend, 3), asking_of(config))
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
-    start = StartModel(config, loaded) if config.needs_start else None
-    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start=start)
-    runner = StepRunner(config, recipe, policy, peers=peers)
+    """Step 0 of this rank over its part of `samples`."""
+    scene = Scene(config, samples, given)
+    policy = Policy(InChunks(scene.answers, 3), asking_of(config))
+    runner = StepRunner(config, scene.recipe, policy, peers=peers)
     own = len(samples) // peers.count
     mine = samples[peers.rank * own : (peers.rank + 1) * own]
-    loss, report = runner.run(loaded.model, mine, 0, PlainEngine())
-    named = loaded.model.named_parameters()
-    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-    return Ran(runner, report, loss.item(), gradients, backend.seeds)
+    loss, report = runner.run(scene.loaded.model, mine, 0, PlainEngine())
+    return Ran(report, loss.item(), scene.gradients, scene.answers.seeds)
 
 
 def close(found: Gradients, wanted: Gradients) -> None:
@@ -242,7 +258,7 @@ def scenes(toy_data: ToyData) -> list[Sample]:
     return read_samples(toy_data.train_jsonl, allow_poly=False)[:4]
 
 
-@pytest.mark.req("GROUP-01", "GROUP-03", "SEED-01")
+@pytest.mark.req("GROUP-01", "GROUP-03", "PACK-04", "SEED-01")
 def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
 ) -> None:
@@ -259,20 +275,13 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
     assert metrics["loss/B_answer/policy_gradient"] == pytest.approx(ran.loss, rel=1e-4)
     assert "policy_gradient/kl" not in metrics
 
-    loaded = in_training(config)
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
-    channel = recipe_class(config).of_run(config, encoding, loaded.vocab.ids).channel_b
-    answers = Answering(scenes, loaded.tokenizer, prompt)
-    policy = Policy(answers, asking_of(config))
-    policy.push()
-    asked = [scene for scene in scenes for _ in range(SIZE)]
-    segments, assessed = channel.segments(asked, policy.answer(asked, first))
+    scene = Scene(config, scenes)
+    segments, assessed = scene.segments(first)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for segment, each in zip(segments, assessed, strict=True):
         pack = make_pack([segment])
         assert pack.supervision.kept_positions.numel() == len(each.rollout.response_token_ids)
-        log_p = packed_logits(loaded.model, pack).double().log_softmax(-1)
+        log_p = packed_logits(scene.loaded.model, pack).double().log_softmax(-1)
         places = pack.supervision.kept_positions
         chosen = log_p[places - 1, pack.supervision.input_ids[places]]
         ratio = (chosen - pack.supervision.kept_logprobs.double()).exp()
@@ -283,20 +292,7 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
         tokens += len(places)
     (total / tokens).backward()
     assert ran.loss == pytest.approx((total / tokens).item(), rel=1e-4)
-    named = loaded.model.named_parameters()
-    close(ran.gradients, {name: p.grad for name, p in named if p.grad is not None})
-
-
-@pytest.mark.req("GROUP-03", "PACK-04")
-def test_answers_of_a_group_may_share_a_pack_or_not(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
-) -> None:
-    packed = run_step(group_config(toy_checkpoint, toy_data, tmp_path), scenes)
-    alone = {"training": {"packing": False}}
-    apart = run_step(group_config(toy_checkpoint, toy_data, tmp_path, **alone), scenes)
-    packs = "packing/post_rollout_packs"
-    assert packed.report.metrics[packs] < apart.report.metrics[packs] == SIZE * len(scenes)
-    close(apart.gradients, packed.gradients)
+    close(ran.gradients, scene.gradients)
 
 
 @pytest.mark.req("GROUP-03", "DDP-02")
@@ -363,28 +359,22 @@ def test_the_start_stays_what_it_was_and_the_trained_model_has_its_gradients(
         own["tuner"] = tuner
     config = group_config(toy_checkpoint, toy_data, tmp_path, **own)
     loaded = load_model(config)
-    loaded.model.train()
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
-    start = StartModel(config, loaded)
-    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start=start)
-    answers = Answering(scenes, loaded.tokenizer, prompt)
-    policy = Policy(answers, asking_of(config))
-    policy.push()
-    asked = [scene for scene in scenes for _ in range(SIZE)]
-    segments, _ = recipe.channel_b.segments(asked, policy.answer(asked, 1))
-    pack = make_pack(segments)
+    model = loaded.model.train()
+    scene = Scene(config, scenes, loaded)
+    recipe, start = scene.recipe, scene.start
+    assert start is not None
+    pack = make_pack(scene.segments(1)[0])
 
     def forward() -> tuple[Tensor, dict[str, float]]:
-        loaded.model.zero_grad()
-        found = recipe.loss(loaded.model, pack, "B")
+        model.zero_grad()
+        found = recipe.loss(model, pack, "B")
         found.total.backward()
         reader = recipe.objective.reader(recipe.objective.select(pack.supervision, "B"))
         return start.forward(pack, reader.kept), found.atoms
 
     before, atoms = forward()
     assert atoms["loss/B_answer/kl"] == pytest.approx(0, abs=1e-9)
-    trained = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is not None for p in trained.values())
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -393,4 +383,4 @@ def test_the_start_stays_what_it_was_and_the_trained_model_has_its_gradients(
     after, atoms = forward()
     assert torch.equal(after, before)
     assert atoms["loss/B_answer/kl"] > 1e-6
-    assert {name for name, p in loaded.model.named_parameters() if p.requires_grad} == set(trained)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trained)

@@ -54,12 +54,6 @@ def test_plain_tuples_and_objects_are_shapes_too() -> None:
 # ---- candidates ----------------------------------------------------------------------
 
 
-@pytest.mark.req("MATCH-01")
-def test_a_polygon_counts_with_its_bounding_box() -> None:
-    triangle = poly(0, 0, 100, 0, 0, 100)
-    assert near([triangle], [box(0, 0, 40, 40), box(0, 0, 100, 100)], 1) == [[1]]
-
-
 # Few places, so that overlaps and distances are often equal and boxes often points.
 FEW_PLACES = st.sampled_from([0, 1, 100, 200, 300, 400, 999])
 
@@ -211,6 +205,7 @@ CONFIGS = st.builds(
 
 
 @pytest.mark.req("MATCH-01", "MATCH-02")
+@pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
 @given(NEAR_HOME, NEAR_HOME, CONFIGS)
 def test_every_object_is_matched_once_or_left_alone_as_cheaply_as_the_gate_allows(
     predicted: list[Shape], truths: list[Shape], config: MatchingConfig
@@ -256,23 +251,6 @@ def edge(k: int, resolution: int) -> int:
 
 
 # ---- what has no mask ----------------------------------------------------------------
-
-
-@pytest.mark.req("MATCH-02")
-@pytest.mark.parametrize(
-    ("coords", "said"),
-    [
-        ((), "3 or more points, not 0$"),
-        ((5, 5), "3 or more points, not 1$"),
-        ((5, 5, 7, 7), "3 or more points, not 2$"),
-        ((1, 2, 3, 4, 5, 6, 7), "7 values are no points$"),
-    ],
-)
-def test_a_polygon_of_fewer_than_three_points_or_of_half_a_point_is_refused(
-    coords: tuple[int, ...], said: str
-) -> None:
-    with pytest.raises(AssertionError, match=said):
-        mask_iou(Shape("poly", coords), WHOLE, 256)
 
 
 @pytest.mark.req("MATCH-02")

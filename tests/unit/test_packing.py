@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.training import TrainingConfig
-from learner.stages.packing import SegmentBuffer, StepPacker, forwards_due
+from learner.stages.packing import StepPacker, forwards_due
 from learner.stages.packing.plan import plan_packs, select_segments
 from learner.types import Place
 from shared_contracts.errors import ContractError
@@ -40,28 +40,6 @@ def subset_totals(lengths: Sequence[int]) -> set[int]:
     for length in lengths:
         totals |= {total + length for total in totals}
     return totals
-
-
-# ---- lengths that are refused --------------------------------------------------------
-
-
-@pytest.mark.req("PACK-01")
-@pytest.mark.scenario("Oversized segment fails fast")
-def test_a_segment_longer_than_a_pack_is_refused_with_three_ways_out() -> None:
-    buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=8)
-    buffer.add("a", 20, "train.jsonl:6")
-    with pytest.raises(ContractError) as error:
-        buffer.add("b", 21, "train.jsonl:7")
-    assert error.value.where == "global_max_length"
-    assert error.value.found == "sample train.jsonl:7 takes 21 tokens and a pack holds 20"
-    assert error.value.do == (
-        "Raise global_max_length, lower rollout_matching.max_new_tokens, "
-        "or set training.packing: false"
-    )
-    with pytest.raises(ContractError, match="index 1 of the buffer"):
-        select_segments([5, 21], 20)
-    with pytest.raises(ContractError, match="index 1 of the pool"):
-        plan_packs([5, 21], 20, 0.5)
 
 
 # ---- one pack out of a buffer --------------------------------------------------------
@@ -135,34 +113,6 @@ def test_without_the_binpacking_module_selecting_fails_fast(
     assert error.value.where == "training.packing"
     assert error.value.found == "the module 'binpacking' is not installed"
     assert error.value.do == "Install it (pip install binpacking) or set training.packing: false"
-
-
-@pytest.mark.req("PACK-01", "PACK-02")
-@pytest.mark.scenario("Carry buffer preserves segments without splitting")
-def test_what_a_pack_leaves_over_is_carried_whole_and_in_order() -> None:
-    buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=8)
-    for name, length in (("a", 8), ("b", 7), ("c", 12), ("d", 6)):
-        buffer.add(name, length, name)
-    assert buffer.take_pack() == ["a", "c"]
-    assert len(buffer) == 2
-    buffer.add("e", 7, "e")
-    assert buffer.take_pack() == ["b", "d", "e"]
-    assert buffer.take_pack() == []
-
-
-@pytest.mark.req("PACK-01")
-@pytest.mark.scenario("Carry buffer overflow fails fast with actionable guidance")
-def test_a_full_buffer_names_the_sample_and_the_ways_out() -> None:
-    buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=2)
-    buffer.add("a", 1, "x:2")
-    buffer.add("b", 1, "x:3")
-    with pytest.raises(ContractError) as error:
-        buffer.add("c", 1, "x:4")
-    assert error.value.where == "training.packing_buffer"
-    assert error.value.found == "sample x:4 comes when 2 segments already wait"
-    assert error.value.do == (
-        "Raise training.packing_buffer or lower training.effective_batch_size"
-    )
 
 
 # ---- a whole pool --------------------------------------------------------------------
@@ -296,7 +246,8 @@ def step(
     return StepPacker[Item, list[Item]](training, capacity, list, check)
 
 
-@pytest.mark.req("PACK-01", "ARCH-02")
+@pytest.mark.req("PACK-01", "PACK-02", "ARCH-02")
+@pytest.mark.scenario("Carry buffer preserves segments without splitting")
 def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> None:
     packing = step()
     assert packing.chunk(items(8, 11), last=False) == []
@@ -307,12 +258,29 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
 
 
 @pytest.mark.req("PACK-01")
+@pytest.mark.scenario(
+    "Oversized segment fails fast",
+    "Carry buffer overflow fails fast with actionable guidance",
+)
 @pytest.mark.parametrize("last", [False, True])
-def test_a_segment_that_no_pack_or_buffer_holds_is_named_by_its_sample(last: bool) -> None:
-    with pytest.raises(ContractError, match=r"sample train\.jsonl:2 takes 21 tokens"):
-        step().chunk(items(1, 21), last=last)
-    with pytest.raises(ContractError, match=r"sample train\.jsonl:3 comes when 2 segments"):
+def test_a_segment_that_no_pack_or_buffer_holds_is_named_with_the_ways_out(last: bool) -> None:
+    with pytest.raises(ContractError) as long:
+        step().chunk(items(20, 21), last=last)
+    assert long.value.where == "global_max_length"
+    assert long.value.found == "sample train.jsonl:2 takes 21 tokens and a pack holds 20"
+    assert long.value.do == (
+        "Raise global_max_length, lower rollout_matching.max_new_tokens, "
+        "or set training.packing: false"
+    )
+    with pytest.raises(ContractError) as full:
         step(limit=2).chunk(items(1, 1, 1), last=last)
+    assert full.value.where == "training.packing_buffer"
+    assert full.value.found == "sample train.jsonl:3 comes when 2 segments already wait"
+    assert full.value.do == "Raise training.packing_buffer or lower training.effective_batch_size"
+    with pytest.raises(ContractError, match="index 1 of the buffer"):
+        select_segments([5, 21], 20)
+    with pytest.raises(ContractError, match="index 1 of the pool"):
+        plan_packs([5, 21], 20, 0.5)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -6,14 +6,13 @@ import unicodedata
 import pytest
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON, parse_rollout
 from learner.stages.formats.json_scanner import MAX_BRACKETS
 from learner.stages.formats.objects_array import OBJECTS_ARRAY
-from learner.stages.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
+from learner.stages.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     CAT,
@@ -194,14 +193,6 @@ def test_an_object_without_one_comma_a_key_object_n_and_one_colon_before_it_is_i
     assert [found.index for found in parsed.objects] == [1, 3]
 
 
-@pytest.mark.req("PARSE-04")
-@pytest.mark.parametrize("first", [entry(1), '"object_1": {"desc": "cat"}', '"object_1": 5'])
-def test_a_repeated_key_is_invalid(tokenizer: PreTrainedTokenizerFast, first: str) -> None:
-    parsed = parse(tokenizer, "{" + first + ", " + entry(1, "dog") + "}")
-    assert parsed.dropped[-1] == ("object_1", "key_invalid")
-    assert [found.desc for found in parsed.objects] == (["cat"] if first == entry(1) else [])
-
-
 # ---- where an answer is cut ----------------------------------------------------------
 
 # The largest number that counts.
@@ -319,24 +310,6 @@ def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_bra
         invalid_rollout=True,
         entry_ends=[],
     )
-
-
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize(
-    ("text", "kept"), [("no brace", "{"), ('{"object_1": {}}', '{"object_1": {}')]
-)
-def test_a_tokenizer_that_opens_each_text_with_a_token_puts_none_in_the_prefix(
-    text: str, kept: str
-) -> None:
-    toy_tokenizer = train_toy_tokenizer()
-    ids = encode(toy_tokenizer, text)
-    (opening,) = encode(toy_tokenizer, IM_END)
-    toy_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{IM_END} $A", special_tokens=[(IM_END, opening)]
-    )
-    assert toy_tokenizer.encode("{")[0] == opening
-    parsed = parse_rollout(ids, toy_tokenizer)
-    assert prefix(toy_tokenizer, parsed) == kept
 
 
 @pytest.mark.req("PARSE-05", "PARSE-01")

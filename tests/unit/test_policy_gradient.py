@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.objectives.logit_stats import ForwardStats, Supervision
+from learner.objectives.objective import Objective
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.policy_gradient import PolicyGradientConfig, PolicyGradientModule
 from tests.unit.loss_rows import COORD_IDS, answer_row, bbox_geo, declared, logits_for, token_ce
@@ -50,8 +51,9 @@ def loss_of(
     module: PolicyGradientModule,
     start: Tensor | None = None,
     tokens: float | None = None,
+    others: Sequence[Objective] = (token_ce(), bbox_geo()),
 ) -> PackLoss:
-    pipeline = Pipeline(declared(module, token_ce(), bbox_geo()), COORD_IDS)
+    pipeline = Pipeline(declared(module, *others), COORD_IDS)
     selection = pipeline.select(row, "B")
     selection = selection if tokens is None else selection.over(tokens)
     reader = pipeline.reader(selection)
@@ -60,13 +62,12 @@ def loss_of(
     return pipeline(ForwardStats(stats, stats, start_nll), selection, "B")
 
 
-def gradient_of(row: Supervision, logits: Tensor, module: PolicyGradientModule) -> Tensor:
+def gradient_of(
+    row: Supervision, logits: Tensor, module: PolicyGradientModule, start: Tensor | None = None
+) -> Tensor:
     """Of the module alone."""
     leaf = logits.clone().requires_grad_()
-    pipeline = Pipeline(declared(module), COORD_IDS)
-    selection = pipeline.select(row, "B")
-    stats = pipeline.reader(selection).anchor(as_given(leaf))
-    pipeline(ForwardStats(stats, stats), selection, "B").total.backward()
+    loss_of(row, leaf, module, start, others=()).total.backward()
     assert leaf.grad is not None
     return leaf.grad
 
@@ -91,17 +92,10 @@ def test_value_and_gradient_are_those_of_the_plain_formula(kl_weight: float) -> 
     assert found.total.item() == pytest.approx(sum(expected.values()), rel=1e-6)
 
     alone = Plain(declared(module), "B", row, COORD_IDS, start)
-    leaf = logits.clone().requires_grad_()
-    pipeline = Pipeline(declared(module), COORD_IDS)
-    selection = pipeline.select(row, "B")
-    reader = pipeline.reader(selection)
-    stats = reader.anchor(as_given(leaf))
-    start_nll = None if start is None else reader.kept(as_given(start))
-    pipeline(ForwardStats(stats, stats, start_nll), selection, "B").total.backward()
-    assert leaf.grad is not None
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).double()
     slope = alone.slope([logits], [direction])
-    assert (leaf.grad * direction).sum().item() == pytest.approx(slope, rel=1e-5)
+    found_slope = (gradient_of(row, logits, module, start) * direction).sum().item()
+    assert found_slope == pytest.approx(slope, rel=1e-5)
 
 
 def test_monitors_count_clipped_tokens_and_estimate_entropy_and_divergence() -> None:

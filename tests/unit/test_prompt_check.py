@@ -10,11 +10,6 @@ from tests.unit.answers import encode
 pytestmark = pytest.mark.req("ROLL-01", "RES-16")
 
 
-def test_equal_ids_pass(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode(toy_tokenizer, "the red square")
-    check_prompt_ids("a:1", ids, list(ids), toy_tokenizer)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "mine", "other"),
     [

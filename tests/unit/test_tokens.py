@@ -103,10 +103,6 @@ def test_the_leading_text_of_a_token_is_spelled_by_ids_that_are_the_usual_ones_f
 def test_the_edges_of_the_image_are_bins_0_and_999() -> None:
     assert (encode_bin(0.0), encode_bin(1.0)) == (0, 999)
     assert (decode_bin(0), decode_bin(999)) == (0.0, 1.0)
-
-
-@pytest.mark.req("DATA-02")
-def test_every_bin_survives_decoding_and_encoding() -> None:
     assert [encode_bin(decode_bin(k)) for k in range(COORD_BINS)] == list(range(COORD_BINS))
 
 

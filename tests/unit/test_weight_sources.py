@@ -24,7 +24,6 @@ from learner.rollout.sync.weights import (
     AdapterWeights,
     GatheredWeights,
     MergedWeights,
-    SyncMode,
     WeightSource,
 )
 from shared_contracts.weights import AdapterMeta, DtypeName
@@ -224,13 +223,3 @@ def test_engines_get_rank_scale_and_kind_of_an_adapter(toy: PreTrainedModel) -> 
         r=4, lora_alpha=12, target_modules=["q_proj", "qkv"], use_dora=False, use_rslora=True
     )
     assert AdapterWeights(adapted(make_toy(), use_dora=True)).adapter.use_dora
-
-
-@pytest.mark.req("SYNC-01")
-def test_rows_that_are_trained_beside_an_adapter_are_pushed_with_full_weights(
-    toy: PreTrainedModel,
-) -> None:
-    model = adapted(toy, trainable_token_indices={"embed_tokens": [1]})
-    mode = SyncMode.of(model, "adapter", fallback_to_full=True)
-    assert mode.mode == "full"
-    assert "rows of coordinate tokens are trained, too" in str(mode.fallback)

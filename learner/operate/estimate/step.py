@@ -132,7 +132,7 @@ def meta_model(config: Config) -> LoadedModel:
     """
     model, tuner = on_meta(config), config.tuner
     processor, family = read_processor(config.model.model), family_of(model)
-    vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     rows = list[int]()
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
         rows = [] if tuner.train_coordinate_rows is False else vocab.ids

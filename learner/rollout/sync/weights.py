@@ -164,7 +164,7 @@ class AdapterWeights:
     """The trained adapter alone, for engines that have the base weights.
 
     `learner.models.load` makes one adapter, of one rank and scaling, and trains nothing else but
-    rows of coordinate tokens (`check`).
+    rows of coordinate tokens (`SyncMode.of`).
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -193,14 +193,6 @@ class AdapterWeights:
         """(name as in peft's files, tensor); one that needs no cast is the model's."""
         for name, tensor in self._state().items():
             yield name, tensor.detach().to(getattr(torch, dtype))
-
-    def check(self) -> None:
-        """Raise RunError if the adapter is not all that is trained."""
-        if any(".trainable_tokens_" in name for name, _ in self._model.named_parameters()):
-            raise RunError(
-                "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
-                "and engines accept them only with full weights"
-            )
 
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = get_peft_model_state_dict(
@@ -250,10 +242,10 @@ class SyncMode:
             )
         adapter = AdapterWeights(model)
         chosen = cls(MergedWeights(model), adapter, fallback_to_full)
-        try:
-            adapter.check()
-        except RunError as error:
-            chosen.failed(adapter, error)
+        if any(".trainable_tokens_" in name for name, _ in model.named_parameters()):
+            found = "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
+            found += "and engines accept them only with full weights"
+            chosen.failed(adapter, RunError(found))
         return chosen
 
     @property

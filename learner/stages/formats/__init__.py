@@ -28,15 +28,10 @@ class ReadBack(NamedTuple):
 
 
 class AnswerFormat(Protocol):
-    """What the stages ask of an answer format.
-
-    end_marker: token at which an answer ends, the EOS of every target.
+    """What the stages ask of an answer format. Every answer ends with `<|im_end|>`.
 
     What the repeat guard counts is in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
     """
-
-    @property
-    def end_marker(self) -> str: ...
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
@@ -60,9 +55,6 @@ class AnswerFormat(Protocol):
         changes. A token keeps its id where all of its text stays.
         """
 
-    def key(self, index: int) -> str:
-        """Name of the object with number `index`, as logs have it."""
-
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         """A whole answer without its end marker; objects are numbered from 1."""
 
@@ -77,6 +69,11 @@ class AnswerFormat(Protocol):
 
         prefix_text: of a prefix that `parse` gave. start_index: number of the first object.
         """
+
+
+def object_key(index: int) -> str:
+    """Name of the object with number `index`, as logs have it."""
+    return f"object_{index}"
 
 
 def answer_format(config: Config) -> AnswerFormat:

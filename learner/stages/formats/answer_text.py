@@ -2,7 +2,7 @@
 
 import operator
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, SupportsIndex
 
@@ -47,7 +47,25 @@ class Answer(NamedTuple):
         spelled = spell_leading(self.tokenizer, self.ids[token], leading)
         return None if spelled is None else self.ids[:token] + spelled
 
-    def joined_pieces(self, first: int, last: int) -> list[str]:
+    def exact_text(self, start: int, end: int, replaced: Mapping[int, str] | None = None) -> str:
+        """Return the text between two places; tokens that share a character are decoded together.
+
+        What stands beside it in its first and last token is ASCII. replaced: texts of tokens, each
+        in the place of its own.
+        """
+        text = self.tokens.text[start:end]
+        if not replaced and HALF_CHARACTER not in text:
+            return text
+        first, last = self.tokens.token_at(start), self.tokens.token_at(end - 1)
+        pieces = self._joined_pieces(first, last)
+        for token, new in (replaced or {}).items():
+            pieces[token - first] = new
+        whole = "".join(pieces)
+        before = start - self.tokens.start_of(first)
+        behind = self.tokens.start_of(last + 1) - end
+        return whole[before : len(whole) - behind]
+
+    def _joined_pieces(self, first: int, last: int) -> list[str]:
         """Return the text of the tokens first..last; those that share a character as one."""
         joined: list[str] = []
         position = first
@@ -63,18 +81,16 @@ class Answer(NamedTuple):
         return joined
 
     def is_followed_by_eos(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the format's EOS follows the answer in `token_ids`."""
+        """Return whether the EOS follows the answer in `token_ids`."""
         return list(token_ids[len(self.ids) : len(self.ids) + 1]) == [self.vocab.end_id]
 
 
-def read_answer(
-    token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, end_marker: str
-) -> Answer:
-    """Read response ids, each of them alone, up to `end_marker` or a placeholder (PARSE-02).
+def read_answer(token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer) -> Answer:
+    """Read response ids, each of them alone, up to `<|im_end|>` or a placeholder (PARSE-02).
 
     Raises `ContractError` for a tokenizer without the tokens of the format.
     """
-    table = token_table(tokenizer, end_marker)
+    table = token_table(tokenizer)
     ids = list(map(operator.index, token_ids))
     ends = table.vocab.end_ids.intersection(ids)
     ids = ids[: min(map(ids.index, ends), default=len(ids))]

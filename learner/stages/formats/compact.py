@@ -21,9 +21,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, SupportsIndex
 
 from learner.stages.coords import coord_token
-from learner.stages.formats import ReadBack
+from learner.stages.formats import ReadBack, object_key
 from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
-from learner.stages.tokens import HALF_CHARACTER, IM_END, Tokenizer
+from learner.stages.tokens import Tokenizer
 from learner.types import (
     DropReason,
     FieldOrder,
@@ -58,16 +58,14 @@ class _Scan(NamedTuple):
 class Compact:
     """The format, as `learner.stages.formats` describes it."""
 
-    end_marker = IM_END
-
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         return _assess(_scan(answer), answer, allow_poly)
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         scan, eos = _scan(answer), len(answer.ids)
         if not scan.closed or not answer.is_followed_by_eos(token_ids):
             return None
@@ -75,12 +73,9 @@ class Compact:
         return ReadBack(_assess(scan, answer, allow_poly=True), spans, (eos - 1, eos))
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        answer = read_answer(parsed.prefix_token_ids, tokenizer)
         edits = removals([(line.start, line.end) for line in _scan(answer).lines], kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
-
-    def key(self, index: int) -> str:
-        return f"object_{index}"
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         return self.append("", objects, 1, field_order)
@@ -125,13 +120,13 @@ def _assess(scan: _Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
             objects.append(found)
             continue
         dropped.append(
-            (f"object_{number}", "key_invalid" if isinstance(found, ParsedObject) else found)
+            (object_key(number), "key_invalid" if isinstance(found, ParsedObject) else found)
         )
         if within:
             entry_ends.append((last, None))
     rest = answer.tokens.text[scan.lines[-1].end if scan.lines else 0 :]
     if rest and not scan.closed:
-        dropped.append((f"object_{len(scan.lines) + 1}", "key_invalid"))
+        dropped.append((object_key(len(scan.lines) + 1), "key_invalid"))
     nothing = not scan.lines and not scan.closed and bool(rest)
     return ParsedRollout(
         objects=objects,
@@ -169,7 +164,7 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
     described = [place for place in (before, behind) if place[0] < place[1]]
     if len(described) > 1:
         return "non_coord_token"
-    desc = _exact(*described[0], answer) if described else ""
+    desc = answer.exact_text(*described[0]) if described else ""
     if not desc.strip():
         return "missing_desc"
     bins = [answer.vocab.bins[answer.ids[position]] for position in coords]
@@ -181,7 +176,7 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
     if kind == "bbox_2d" and (bins[2] < bins[0] or bins[3] < bins[1]):
         return "bbox_invalid"
     return ParsedObject(
-        key=f"object_{number}",
+        key=object_key(number),
         index=number,
         kind=kind,
         coords=bins,
@@ -190,20 +185,6 @@ def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> Parsed
         token_span=(tokens.token_at(line.start), tokens.token_at(line.end - 1) + 1),
         desc_token_indices=tokens.tokens_between(*described[0]),
     )
-
-
-def _exact(start: int, end: int, answer: Answer) -> str:
-    """The text between two places; tokens that share a character are decoded together."""
-    tokens = answer.tokens
-    text = tokens.text[start:end]
-    if HALF_CHARACTER not in text:
-        return text
-    first, last = tokens.token_at(start), tokens.token_at(end - 1)
-    whole = "".join(answer.joined_pieces(first, last))
-    # What stands beside the description in its tokens is ASCII: a newline.
-    before = start - tokens.start_of(first)
-    behind = tokens.start_of(last + 1) - end
-    return whole[before : len(whole) - behind]
 
 
 COMPACT = Compact()

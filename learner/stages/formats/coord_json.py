@@ -2,9 +2,8 @@
 
     {"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", ...]}, ...}<|im_end|>
 
-    CoordJson    the format, as `learner.stages.formats` describes it
-    parse        strict: which objects an answer holds, and where it can be cut (PARSE-01 to 07)
-    write        the one serializer of both channels (APPEND-01)
+The strict parser (PARSE-01 to 07) says which objects an answer holds, and where it can be cut.
+`append` is the one serializer of both channels (APPEND-01).
 
 The parser makes one pass over the ids: each is decoded alone, the scanner reads the text, and
 every entry of the outermost object is assessed by itself. A coordinate is known by its id, never
@@ -19,7 +18,7 @@ Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-
 
 Three decisions where the rules leave room:
 
-- The token of an image or a video (`<|image_pad|>`) ends an answer as the end marker does: it is
+- The token of an image or a video (`<|image_pad|>`) ends an answer as `<|im_end|>` does: it is
   no text, and in the prefix the model would look for pixels behind it.
 - A key of more than 640 digits is no `object_n`; one of 640 digits is, and does not count for
   the largest n, so that the key after any number that counts can be read back (APPEND-02).
@@ -27,13 +26,12 @@ Three decisions where the rules leave room:
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Collection, Sequence
 
-from learner.stages.formats.answer_text import read_answer
+from learner.stages.formats import object_key
 from learner.stages.formats.json_objects import JsonFormat, object_text
 from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, Scanner
-from learner.stages.tokens import IM_END, Edit, Tokenizer
+from learner.stages.tokens import Edit
 from learner.types import AnswerFault, FieldOrder, GroundTruthObject, ParsedRollout
 from shared_contracts.errors import ContractError
 
@@ -45,7 +43,7 @@ _COUNTED_KEY = re.compile(rf'"object_([0-9]{{1,{MAX_DIGITS - 1}}})"[{WHITE_SPACE
 
 
 class CoordJson(JsonFormat):
-    """The format; a subclass may end its answers otherwise."""
+    """The format, as `learner.stages.formats` describes it."""
 
     scanner = Scanner
     opening = "{"
@@ -79,12 +77,12 @@ class CoordJson(JsonFormat):
                 continue
             if index is not None and edits and edits[0].start < entry.start:
                 number, name = largest + 1, entry.start + 1
-                edits.append(Edit(name, name + len(entry.key), self.key(number)))
+                edits.append(Edit(name, name + len(entry.key), object_key(number)))
             largest = max(largest, number)
         return sorted(edits)
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
-        return serialize_objects(objects, field_order)
+        return "{" + self.append("{", objects, 1, field_order)
 
     def append(
         self,
@@ -93,60 +91,29 @@ class CoordJson(JsonFormat):
         start_index: int,
         field_order: FieldOrder,
     ) -> str:
-        return serialize_append(prefix_text, objects, start_index, field_order)
+        """Text that continues `prefix_text` with `objects` and closes the answer.
+
+        prefix_text: ends (white space aside) in `}`, `{` or `,`; anything else cannot be
+            continued and raises `ContractError`, as does a comma with nothing to follow it.
+        start_index: number of the first appended object.
+        """
+        last = prefix_text.rstrip(WHITE_SPACE)[-1:]
+        if last not in ("}", "{", ",") or (last == "," and not objects):
+            raise ContractError(
+                "serialize_append.prefix_text",
+                f"it ends in {prefix_text[-20:]!r} and {len(objects)} objects are to follow",
+                "Cut it after the `}` of an entry or after the opening `{`",
+            )
+        entries = ", ".join(
+            f'"{object_key(index)}": {object_text(item, field_order, (", ", ": "))}'
+            for index, item in enumerate(objects, start=start_index)
+        )
+        return (", " if last == "}" and objects else "") + entries + "}"
 
 
 COORD_JSON = CoordJson()
 
-
-def parse_rollout(
-    token_ids: Iterable[SupportsIndex],
-    tokenizer: Tokenizer,
-    *,
-    allow_poly: bool = True,
-    end_marker: str = IM_END,
-) -> ParsedRollout:
-    """Parse `response_token_ids` strictly.
-
-    token_ids: a list, or an array or a tensor of whole numbers.
-    allow_poly: false in the two-channel variant, where polygons are dropped.
-
-    Raises `ContractError` only for a tokenizer without coordinate tokens.
-    """
-    answer = read_answer(token_ids, tokenizer, end_marker)
-    return COORD_JSON.assess(Scanner(answer.tokens.text).scan(), answer, allow_poly)
-
-
-def serialize_objects(objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
-    """A whole answer, `{...}`, with keys from `object_1` on."""
-    return "{" + serialize_append("{", objects, 1, field_order)
-
-
-def serialize_append(
-    prefix_text: str,
-    objects: Sequence[GroundTruthObject],
-    start_index: int,
-    field_order: FieldOrder,
-) -> str:
-    """Text that continues `prefix_text` with `objects` and closes the answer.
-
-    prefix_text: ends (white space aside) in `}`, `{` or `,`; anything else cannot be
-        continued and raises `ContractError`, as does a comma with nothing to follow it.
-    start_index: number of the first appended object.
-    """
-    last = prefix_text.rstrip(WHITE_SPACE)[-1:]
-    if last not in ("}", "{", ",") or (last == "," and not objects):
-        raise ContractError(
-            "serialize_append.prefix_text",
-            f"it ends in {prefix_text[-20:]!r} and {len(objects)} objects are to follow",
-            "Cut it after the `}` of an entry or after the opening `{`",
-        )
-    entries = ", ".join(
-        _entry(start_index + i, item, field_order) for i, item in enumerate(objects)
-    )
-    separator = ", " if last == "}" and objects else ""
-    return separator + entries + "}"
-
-
-def _entry(index: int, item: GroundTruthObject, field_order: FieldOrder) -> str:
-    return f'"{COORD_JSON.key(index)}": {object_text(item, field_order, (", ", ": "))}'
+# The public names (ARCH-02).
+parse_rollout = COORD_JSON.parse
+serialize_append = COORD_JSON.append
+serialize_objects = COORD_JSON.write

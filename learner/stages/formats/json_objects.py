@@ -10,7 +10,6 @@
 """
 
 import json
-import operator
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +25,7 @@ from learner.stages.formats.answer_text import (
     removals,
 )
 from learner.stages.formats.json_scanner import Entry, Scanner
-from learner.stages.tokens import HALF_CHARACTER, IM_END, Edit, Tokenizer
+from learner.stages.tokens import Edit, Tokenizer
 from learner.types import (
     AnswerFault,
     DropReason,
@@ -63,7 +62,6 @@ class JsonFormat:
     opening: text of the prefix if nothing of an answer can be kept.
     """
 
-    end_marker = IM_END
     scanner: ClassVar[type[Scanner]]
     opening: ClassVar[str]
 
@@ -93,11 +91,11 @@ class JsonFormat:
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         return self.assess(self.scanner(answer.tokens.text).scan(), answer, allow_poly)
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        answer = read_answer(token_ids, tokenizer)
         scan = self.scanner(answer.tokens.text).scan()
         if scan.close_at is None or not answer.is_followed_by_eos(token_ids):
             return None
@@ -106,12 +104,9 @@ class JsonFormat:
         return ReadBack(self.assess(scan, answer, allow_poly=True), spans, closure)
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        answer = read_answer(parsed.prefix_token_ids, tokenizer)
         edits = self.removals(self.scanner(answer.tokens.text).scan(), parsed, kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
-
-    def key(self, index: int) -> str:
-        return f"object_{index}"
 
     def assess(self, scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
         """Judge the entries of a scanned answer."""
@@ -214,33 +209,15 @@ def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] 
     """Fields of the object; None if it is no JSON, or keys repeat or nest."""
     if entry.nested:
         return None
+    # As a number, a bare coordinate cannot pass for a description.
+    bins, bare = answer.vocab.bins, _bare_coords(entry, inside, answer)
+    numbers = {token: f" {bins[answer.ids[token]]} " for token in bare}
     try:
-        pairs = _DECODER.decode(_value_text(entry, inside, answer))
+        pairs = _DECODER.decode(answer.exact_text(entry.value_start, entry.end + 1, numbers))
     except ValueError:
         return None
     fields = dict(pairs)
     return fields if len(fields) == len(pairs) else None
-
-
-def _value_text(entry: Entry, inside: range, answer: Answer) -> str:
-    """Exact text of the value, each bare coordinate token written as a JSON number.
-
-    As a number it can be a coordinate, and cannot pass for a description.
-    """
-    text = answer.tokens.text[entry.value_start : entry.end + 1]
-    bare = _bare_coords(entry, inside, answer)
-    if not bare and HALF_CHARACTER not in text:
-        return text
-    first = answer.tokens.token_at(entry.value_start)
-    last = answer.tokens.token_at(entry.end)
-    pieces = answer.joined_pieces(first, last)
-    for token in bare:
-        pieces[token - first] = f" {answer.vocab.bins[answer.ids[token]]} "
-    text = "".join(pieces)
-    # Both braces are ASCII: what stands outside of them reads the same joined or alone.
-    before = entry.value_start - answer.tokens.start_of(first)
-    after = answer.tokens.start_of(last + 1) - 1 - entry.end
-    return text[before : len(text) - after]
 
 
 def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
@@ -266,18 +243,12 @@ def _check_fields(fields: dict[str, Any]) -> DropReason | None:
     ]
     if len(others) > 1 or unknown:
         return "key_invalid"
-    if not _is_description(fields.get("desc")):
+    desc = fields.get("desc")
+    if not isinstance(desc, str) or not desc.strip() or _SURROGATE.search(desc):
         return "missing_desc"
     if not others:
         return "missing_geom"
     return None if others[0] in GEOMETRY_KEYS else "unknown_geom"
-
-
-def _is_description(value: object) -> bool:
-    """A string that is not blank, and that is text (no unpaired surrogates)."""
-    if not isinstance(value, str) or not value.strip():
-        return False
-    return _SURROGATE.search(value) is None
 
 
 def _build_object(
@@ -311,7 +282,10 @@ def _build_object(
 
 def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropReason | None:
     """Rules about the geometry's value, in the order of PARSE-04."""
-    if not isinstance(values, list) or not _are_coord_tokens(values, parsed.coords):
+    # Text that merely looks like a coordinate token, or a number that was written out, has no bin.
+    if not isinstance(values, list) or len(values) != len(parsed.coords):
+        return "non_coord_token"
+    if not all(value in _SPELLINGS[k] for k, value in zip(parsed.coords, values, strict=True)):
         return "non_coord_token"
     if parsed.kind == "poly":
         if len(values) < 6 or len(values) % 2:
@@ -321,16 +295,6 @@ def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropRe
         return "wrong_arity"
     x1, y1, x2, y2 = parsed.coords
     return "bbox_invalid" if x2 < x1 or y2 < y1 else None
-
-
-def _are_coord_tokens(values: list[Any], bins: list[int]) -> bool:
-    """True if each value is exactly one coordinate token, quoted or bare.
-
-    `bins` come from the ids of the coordinate tokens: text that merely looks like one,
-    or a number that was written out, has no bin and makes the lengths differ.
-    """
-    spellings = map(_SPELLINGS.__getitem__, bins)
-    return len(values) == len(bins) and all(map(operator.contains, spellings, values))
 
 
 # ---- writing -------------------------------------------------------------------------

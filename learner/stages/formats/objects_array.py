@@ -20,6 +20,7 @@ brace where the list is still open.
 
 from collections.abc import Sequence
 
+from learner.stages.formats import object_key
 from learner.stages.formats.json_objects import JsonFormat, object_text
 from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, ListScanner, Scanner
 from learner.types import AnswerFault, FieldOrder, GroundTruthObject
@@ -36,7 +37,7 @@ class ObjectsArray(JsonFormat):
     opening = HEAD
 
     def name(self, entry: Entry, number: int) -> tuple[str, int | None]:
-        return self.key(number), number
+        return object_key(number), number
 
     def largest_index(self, prefix_text: str, entries: Sequence[Entry]) -> int:
         return sum(entry.end < len(prefix_text) for entry in entries)

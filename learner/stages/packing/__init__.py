@@ -3,14 +3,15 @@
 A segment is one whole sample, prompt and target, and here anything with a length. `plan` decides,
 lengths in and indices out; what waits is kept here, for one step at a time. Imports no torch.
 
-    SegmentBuffer   where segments wait, and which of them leave as a pack (PACK-01)
-    StepPacker      the packs of one step, counted (PACK-05), and where each segment went (MET-03)
+    StepPacker      where segments wait (PACK-01), the packs of one step, counted (PACK-05), and
+                    where each segment went (MET-03)
     Parts           packs of several versions of the weights, kept apart
     forwards_due    how many packs all ranks take on together
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from learner.config.training import TrainingConfig
@@ -28,52 +29,8 @@ class Whole(Protocol):
     def __len__(self) -> int: ...
 
 
-Segment = TypeVar("Segment")
 S = TypeVar("S", bound=Whole)
 P = TypeVar("P")
-
-
-class SegmentBuffer(Generic[Segment]):
-    """Segments of one rank that wait for a pack; what a pack leaves over is carried on.
-
-    capacity: tokens in a pack.
-    limit: most segments that may wait (`training.packing_buffer`).
-    """
-
-    def __init__(self, capacity: int, limit: int) -> None:
-        self._capacity = capacity
-        self._limit = limit
-        self._waiting: list[tuple[int, Segment]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def holds_a_pack(self) -> bool:
-        """Whether as many tokens wait as a pack has room for."""
-        return sum(length for length, _ in self._waiting) >= self._capacity
-
-    def add(self, segment: Segment, length: int, sample_id: str) -> None:
-        """Let a segment wait; `ContractError` if it is too long or the buffer is full."""
-        check_length(length, self._capacity, sample_id)
-        if len(self._waiting) >= self._limit:
-            raise ContractError(
-                "training.packing_buffer",
-                f"sample {sample_id} comes when {self._limit} segments already wait",
-                "Raise training.packing_buffer or lower training.effective_batch_size",
-            )
-        self._waiting.append((length, segment))
-
-    def take_pack(self) -> list[Segment]:
-        """Segments of the next pack, oldest first; they leave the buffer."""
-        chosen = select_segments([length for length, _ in self._waiting], self._capacity)
-        return [self._waiting.pop(i)[1] for i in reversed(chosen)][::-1]
-
-    def take_pool(self, min_fill: float) -> list[list[Segment]]:
-        """All that waits, as the packs of `plan_packs`; the buffer is empty afterwards."""
-        waiting, self._waiting = self._waiting, []
-        plan = plan_packs([length for length, _ in waiting], self._capacity, min_fill)
-        return [[waiting[i][1] for i in pack] for pack in plan]
 
 
 class Chunk(NamedTuple, Generic[P]):
@@ -104,8 +61,8 @@ class StepPacker(Generic[S, P]):
         self._capacity = capacity
         self._make = make
         self._check_fill = check_fill
-        # Each segment with its number, from 0.
-        self._buffer = SegmentBuffer[tuple[int, S]](capacity, training.packing_buffer)
+        self._limit = training.packing_buffer
+        self._waiting: list[tuple[int, S]] = []  # each segment with its number, from 0
         self._come = 0
         self._places: dict[int, Place] = {}
         self._packs = 0
@@ -129,13 +86,30 @@ class StepPacker(Generic[S, P]):
         return [self._make([segment for _, segment in pack]) for pack in packs]
 
     def _divide(self, numbered: Sequence[tuple[int, S]], last: bool) -> list[list[tuple[int, S]]]:
-        packs = []
         for each in numbered:
-            self._buffer.add(each, len(each[1]), each[1].sample_id)
+            check_length(len(each[1]), self._capacity, each[1].sample_id)
+            if len(self._waiting) >= self._limit:
+                raise ContractError(
+                    "training.packing_buffer",
+                    f"sample {each[1].sample_id} comes when {self._limit} segments already wait",
+                    "Raise training.packing_buffer or lower training.effective_batch_size",
+                )
+            self._waiting.append(each)
         if last:
-            return self._buffer.take_pool(self._min_fill)
-        while self._buffer.holds_a_pack:
-            packs.append(self._buffer.take_pack())
+            return self._take(plan_packs(self._lengths(), self._capacity, self._min_fill))
+        packs = []
+        while sum(lengths := self._lengths()) >= self._capacity:
+            packs += self._take([select_segments(lengths, self._capacity)])
+        return packs
+
+    def _lengths(self) -> list[int]:
+        return [len(segment) for _, segment in self._waiting]
+
+    def _take(self, plan: Sequence[Sequence[int]]) -> list[list[tuple[int, S]]]:
+        """Return the packs of places in `_waiting`; their segments wait no more."""
+        packs = [[self._waiting[place] for place in pack] for pack in plan]
+        taken = set(chain.from_iterable(plan))
+        self._waiting = [each for i, each in enumerate(self._waiting) if i not in taken]
         return packs
 
     @property

@@ -40,6 +40,9 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
     assert record["servers"] == [server.model_dump(mode="json") for server in servers]
     assert (record["sync_mode"], record["sync_fallback"]) == ("full", None)
     assert record["weights_version"] == 2
+    assert [push["version"] for push in record["pushes"]] == [2, 2]
+    assert {(call["attempt"], call["outcome"]) for call in record["calls"]} == {(1, "answered")}
+    assert json.loads(json.dumps(record)) is not None
     calls = sorted(record["calls"], key=lambda call: int(call["first"]))
     assert [(c["server"], c["first"], c["count"], c["seed"]) for c in calls] == [
         (servers[0].base_url, 0, 2, 1000),
