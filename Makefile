@@ -62,6 +62,8 @@ lint: setup-dev
 	$(BIN)/python scripts/req_table
 	$(BIN)/python scripts/house --check
 	$(BIN)/python scripts/doc_links
+	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/server_reference.py --check
 
 mutants: setup-dev
 	$(BIN)/mutmut run $(ARGS)

@@ -61,20 +61,6 @@ async def end(call: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.req("DIST-05")
-def test_retry_gets_the_answer_of_the_first_call() -> None:
-    async def test(generate: Generator) -> None:
-        generate.free.set()
-        calls = IdempotentCalls()
-        assert await calls.answer(*call("a"), generate) == (b"1", False)
-        assert await calls.answer(*call("a"), generate) == (b"1", True)
-        assert await calls.answer(*call("b"), generate) == (b"2", False)
-        assert await calls.answer(*call(None), generate) == (b"3", False)
-        assert await calls.answer(*call(None), generate) == (b"4", False)
-
-    run(test)
-
-
-@pytest.mark.req("DIST-05")
 def test_retry_joins_the_running_first_call() -> None:
     async def test(generate: Generator) -> None:
         calls = IdempotentCalls()
@@ -137,17 +123,6 @@ def test_generation_ends_after_the_grace_without_a_connection() -> None:
         await until(lambda: generate.cancelled == 1)
         generate.free.set()
         assert await calls.answer(*call("a"), generate) == (b"2", False)
-
-    run(test)
-
-
-@pytest.mark.req("SRV-07")
-def test_generation_without_an_id_ends_with_its_connection() -> None:
-    async def test(generate: Generator) -> None:
-        only = asyncio.create_task(IdempotentCalls().answer(*call(None), generate))
-        await until(lambda: generate.begun == 1)
-        await end(only)
-        assert generate.cancelled == 1
 
     run(test)
 
