@@ -187,18 +187,12 @@ def test_body_without_the_token_is_not_read(address: Address) -> None:
         assert problem_of(peer) == "unauthorized"
 
 
+# h11 refuses them; its own tests have more.
 SMUGGLED: dict[str, bytes] = {
     "both lengths": CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-length: 4\r\n\r\n") + b"0\r\n\r\n",
     "two lengths": POST + b"content-length: 0\r\ncontent-length: 9\r\n\r\n",
-    "list of lengths": POST + b"content-length: 0, 9\r\n\r\n",
-    "signed length": POST + b"content-length: +0\r\n\r\n",
-    "space before the colon": POST + b"content-length : 0\r\n\r\n",
-    "unknown encoding": POST + b"transfer-encoding: xchunked\r\n\r\n",
     "two encodings": POST + b"transfer-encoding: gzip, chunked\r\n\r\n",
-    "encoding twice": CHUNKED.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n"),
-    "hexadecimal prefix": CHUNKED + b"0x0\r\n\r\n",
     "chunk without its end": CHUNKED + b"1\r\naa0\r\n\r\n",
-    "bare carriage return": POST + b"x: a\rcontent-length: 0\r\n\r\n",
     "no host": POST.replace(HOST, b"") + b"content-length: 0\r\n\r\n",
 }
 

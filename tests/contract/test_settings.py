@@ -84,17 +84,6 @@ def test_every_bad_option_is_reported() -> None:
     }
 
 
-@pytest.mark.req("SRV-01")
-def test_gpus_are_split_into_groups_of_their_own() -> None:
-    settings = load_settings(
-        None, {"model": Path("/m"), "gpus": [4, 5, 6, 7], "tensor_parallel_size": 2}
-    )
-    assert settings.num_replicas == 2
-    assert settings.num_workers == 4
-    assert [settings.gpus_of(i) for i in range(2)] == [[4, 5], [6, 7]]
-    assert settings.transport == "nccl"
-
-
 CPU = {"device": "cpu"}
 
 

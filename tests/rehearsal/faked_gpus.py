@@ -197,7 +197,9 @@ def main(folder: Path) -> None:
         if isinstance(each, ContractError):
             print(json.dumps({"refused": each.where, "found": each.found, "do": each.do}))
             continue
-        same = repr((each.settings.model_copy(update={"port": 0}), each.gib, command["environment"]))
+        same = repr(
+            (each.settings.model_copy(update={"port": 0}), each.gib, command["environment"])
+        )
         if same not in configured:  # vLLM takes seconds; many profiles have equal settings
             configured[same] = list(described(each))
         print(json.dumps(configured[same]))
