@@ -3,20 +3,18 @@
 import http.client
 import select
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 
-from rollout_server.http.app import create_app
 from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from tests.contract import scripted_engine
-from tests.contract.served_app import Address, served_app
+from tests.contract.served_app import Address, app_of, served_app
 
 pytestmark = pytest.mark.req("SRV-06", "WIRE-05")
 
@@ -47,16 +45,8 @@ def serving(folder: Path, header_s: float = 60.0, body_s: float = 60.0) -> Itera
         max_concurrent_calls=CALLS,
         token_file=token,
     )
-    pool = Pool(settings, scripted_engine.build)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pool.start()
-        yield
-        await pool.close()
-
     with served_app(
-        create_app(pool, lifespan, body_s),
+        app_of(Pool(settings, scripted_engine.build), body_s=body_s),
         force_exit=True,
         http=type("HastyProtocol", (DeadlineProtocol,), {"header_s": header_s}),
         h11_max_incomplete_event_size=HEADER_BYTES,
