@@ -6,7 +6,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import app_of, served_app
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import CALL, Sender, Weights, push, start, weight_group
+from tests.unit.fleets import wait_until
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -60,10 +60,7 @@ class Served:
         return float(value)
 
     def wait_for(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 60
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, (name, self.metric(name))
-            time.sleep(0.01)
+        wait_until(lambda: self.metric(name) == value)
 
 
 def call(text: str) -> dict[str, Any]:
@@ -110,8 +107,7 @@ def test_engines_of_another_package_take_weights_and_are_built_again_after_a_bro
         assert start(http, 2, others).status_code == 200
         with closing(HTTPConnection(http.base_url.host, http.base_url.port or 80)) as learner:
             learner.request("POST", "/update_weights/", json.dumps(CALL), JSON)
-            while served.engines[1].calls[-1] != "receive_weights":
-                time.sleep(0.01)
+            wait_until(lambda: served.engines[1].calls[-1] == "receive_weights")
         served.wait_for('rollout_weights_state{state="PUSH_NEEDED"}', 1)
     served.wait_for('rollout_replica_state{replica="1",state="needs-push"}', 1)
     for refused in (http.get("/health/"), http.post("/infer/", json=CALL_OF_ALL)):
