@@ -73,7 +73,7 @@ def served(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     token.write_text(TOKEN)
     base = Qwen3VLForConditionalGeneration.from_pretrained(tied, dtype=torch.float32)
     adapter = LoraConfig(target_modules=["q_proj", "v_proj"])
-    get_peft_model(base, adapter).save_pretrained(folder / "adapter")
+    get_peft_model(base, adapter).save_pretrained(str(folder / "adapter"))
     config = folder / "server.yaml"
     options = {
         "openai": True,
