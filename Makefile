@@ -6,7 +6,7 @@
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make reliability  hours of generated calls, fuzzing and load, as in docs/evidence.md
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/evidence.md
-# make lint    style, types, import contracts, room budgets, requirement table, links of documents
+# make lint    style, types, import contracts, room budgets, requirement table, links and pages of documents
 # make check   what CI runs: make test, make lint, make test-slow
 # make format  let ruff rewrite what it can
 # make dist    the wheel and the sdist, in dist/
@@ -62,6 +62,8 @@ lint: setup-dev
 	$(BIN)/python scripts/req_table
 	$(BIN)/python scripts/house --check
 	$(BIN)/python scripts/doc_links
+	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/server_reference.py --check
 
 mutants: setup-dev
 	$(BIN)/mutmut run $(ARGS)

@@ -12,8 +12,8 @@ first sequences start while later requests are rendered.
 A message holds its images either as image parts or, when its content is text, as `<image>`
 marks; `images[]` fills in order the marks and the parts that bring no image of their own.
 
-An engine decodes `max_num_seqs` sequences at once; those beyond wait in it. It takes next who has
-the lowest turn (vLLM's `priority` scheduling), so none of its places is ever empty meanwhile.
+An engine decodes `max_num_seqs` sequences at once; the others wait in it. The one with the lowest
+turn is next (vLLM's `priority` scheduling).
 """
 
 import asyncio
@@ -99,12 +99,11 @@ def least_loaded(engines: Sequence[Engine]) -> Engine:
 class Turns:
     """The turns of one call, whose requests alternate with those of other calls.
 
-    At each engine the first has the turn after what was answered there last, and every other one
-    comes after it by as many turns as that has sequences. Where two calls have the same turn the
-    older one is first, so that new calls never keep an old one waiting.
+    Per engine: the first request gets turn `last_answered + 1`; each later one adds the sequences
+    of the one before it. Of two calls with the same turn, the older one is first.
 
-    This is start-time fair queueing (Goyal, Vin and Cheng, 1996) of equal weights, with what was
-    answered for virtual time.
+    This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights; the turn of
+    the last answer is the virtual time.
     """
 
     def __init__(self) -> None:
@@ -184,12 +183,11 @@ class Rollouts:
         self._server_epoch = server_epoch
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
-        """One envelope per request, in order; `record` is told what the call amounts to.
+        """Return one envelope per request, in order; count them in `record`.
 
-        Raises the `invalid-request` problem, listing every bad request, `not-ready` when an
-        engine dies or its weights break meanwhile, and `other-weights` when other weights than
-        the expected ones would answer, or did in the end because an update came in between.
-        Cancelling the call aborts its sequences.
+        Raises the `invalid-request` problem with every bad request, `not-ready` if an engine or
+        its weights are lost, and `other-weights` if the weights are not the expected ones, before
+        or after a generation. Cancelling the call aborts its sequences.
         """
         config = call.request_config or wire.RequestConfig()
         with record.phase("wait"):
@@ -223,7 +221,7 @@ class Rollouts:
     async def _read(
         self, running: _RunningCall, index: int, request: wire.RolloutInferRequest
     ) -> Conversation | None:
-        """What is cheap to find is found before anything is generated; None if it is bad."""
+        """Read a request before anything is generated; None for a bad one."""
         try:
             conversation = read_conversation(request)
             await self._prompts.check(conversation, running.renderers.max_model_len)

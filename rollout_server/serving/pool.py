@@ -59,7 +59,7 @@ class Pool:
         self._replicas = Replicas(
             settings.num_replicas,
             partial(build, settings),
-            self._replica_lost,
+            lambda reason: self._weights.replica_lost(reason),
             settings.hang_seconds,
             settings.start_seconds,
         )
@@ -201,9 +201,6 @@ class Pool:
         self._require_started()
         await self._weights.wait_until_settled()
         return self._replicas.current(self._version_that_answers() or FIRST_VERSION)
-
-    async def _replica_lost(self, reason: str) -> None:
-        self._weights.replica_lost(reason)
 
     def _require_started(self) -> None:
         if not self._started:

@@ -1,7 +1,4 @@
-"""From a conversation to a prompt: its images loaded, rendered by the replicas' renderers.
-
-`/infer/` and chat completions share this, so that both follow the same rules.
-"""
+"""From a conversation to a prompt: its images are loaded, and a replica's renderer renders both."""
 
 import asyncio
 from collections.abc import Sequence
@@ -73,8 +70,15 @@ class Prompts:
         self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
     async def check(self, conversation: Conversation, max_model_len: int) -> None:
-        """Raises BadRequest for what is cheap to find, before anything is made of it."""
-        _check_text(conversation, max_model_len)
+        """Raise BadRequest for text that no context holds, and as `MediaLoader.check`."""
+        parts = [part for message in conversation.messages for part in message.parts]
+        length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
+        if length > most:
+            raise BadRequest(
+                "messages",
+                f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for "
+                f"each token of a context of {max_model_len} (max_model_len)",
+            )
         await self._media.check(conversation.sources)
 
     async def render(
@@ -107,15 +111,3 @@ class Prompts:
             )
         record.prompt_tokens += length
         return prompt
-
-
-def _check_text(conversation: Conversation, max_model_len: int) -> None:
-    """Raises BadRequest for text that no context holds, before anything is made of it."""
-    parts = [part for message in conversation.messages for part in message.parts]
-    length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
-    if length > most:
-        raise BadRequest(
-            "messages",
-            f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each "
-            f"token of a context of {max_model_len} (max_model_len)",
-        )

@@ -68,7 +68,7 @@ class Replicas:
         self,
         count: int,
         build: Callable[[int], Engine],
-        on_lost: Callable[[str], Awaitable[None]],
+        on_lost: Callable[[str], None],
         hang_s: float,
         start_s: float,
     ) -> None:
@@ -175,12 +175,9 @@ class Replicas:
         slot.engine, slot.state, slot.detail = None, "dead", reason
         slot.lost += 1
         engine.declare_dead()
-        outcomes = await asyncio.gather(
-            self._on_lost(f"replica {slot.index} is lost: {reason}"),
-            _shut_down(slot, engine),
-            return_exceptions=True,
-        )
-        for failure in filter(None, outcomes):
+        self._on_lost(f"replica {slot.index} is lost: {reason}")
+        (failure,) = await asyncio.gather(_shut_down(slot, engine), return_exceptions=True)
+        if failure is not None:
             logger.error("after the loss of replica %d: %r", slot.index, failure)
 
     async def _rebuild(self, slot: _Slot) -> None:

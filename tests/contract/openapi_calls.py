@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from learner.rollout.server_process import free_ports
 from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
@@ -54,6 +55,8 @@ def made_short(body: Any) -> Any:
     body = dict(body)
     if isinstance(timeout_s := body.get("timeout_s", 240.0), int | float) and "host" in body:
         body["timeout_s"] = min(timeout_s, 0.1)
+    if type(body.get("port")) is int and 1 <= body["port"] < 2**16:
+        (body["port"],) = free_ports(1)  # the server waits for one that is taken
     if isinstance(body.get("infer_requests"), list):
         body["infer_requests"] = body["infer_requests"][:4]
         config = body.get("request_config")

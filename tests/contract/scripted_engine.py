@@ -18,7 +18,6 @@ from rollout_server.engines.engine_protocol import (
     ChatGenerate,
     ChatMessage,
     Completion,
-    Engine,
     EngineDead,
     Load,
     Prompt,
@@ -193,5 +192,5 @@ class ScriptedEngine:
         self.adapter, self.weights_version = adapter, adapter.version
 
 
-def build(settings: ServerSettings, index: int) -> Engine:
+def build(settings: ServerSettings, index: int) -> ScriptedEngine:
     return ScriptedEngine(index, Worker())

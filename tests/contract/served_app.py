@@ -2,11 +2,15 @@
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+
+from rollout_server.http.app import create_app
+from rollout_server.serving.pool import Pool
 
 Address = tuple[str, int]
 
@@ -27,3 +31,15 @@ def served_app(app: Any, force_exit: bool = False, **config: Any) -> Iterator[Ad
             server.force_exit = force_exit
             server.should_exit = True
             thread.join()
+
+
+def app_of(pool: Pool, **options: Any) -> FastAPI:
+    """An app that starts the engines of `pool`, and closes them. options: of `create_app`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await pool.start()
+        yield
+        await pool.close()
+
+    return create_app(pool, lifespan, **options)

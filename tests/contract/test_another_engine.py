@@ -6,9 +6,8 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -17,18 +16,18 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fastapi import FastAPI
 
 from learner.rollout.server_process import free_ports
-from rollout_server.http.app import create_app
+from rollout_server.engines.engine_protocol import Engine
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem
 from tests.contract import scripted_engine
 from tests.contract.scripted_engine import ScriptedEngine
-from tests.contract.served_app import served_app
+from tests.contract.served_app import app_of, served_app
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import CALL, Sender, Weights, push, start, weight_group
+from tests.unit.fleets import wait_until
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -41,7 +40,7 @@ class Served:
     """http: a client of the server. engines: those of its start."""
 
     http: httpx.Client
-    engines: list[ScriptedEngine]
+    engines: dict[int, ScriptedEngine]
 
     def chat(self, text: str) -> httpx.Response:
         return self.http.post(CHAT, json={"text": text})
@@ -61,10 +60,7 @@ class Served:
         return float(value)
 
     def wait_for(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 60
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, (name, self.metric(name))
-            time.sleep(0.01)
+        wait_until(lambda: self.metric(name) == value)
 
 
 def call(text: str) -> dict[str, Any]:
@@ -81,18 +77,15 @@ def served(tied: Path) -> Iterator[Served]:
     settings = ServerSettings(
         model=tied, device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
     )
-    pool = Pool(settings, scripted_engine.build)
-    engines: list[Any] = []
+    engines: dict[int, ScriptedEngine] = {}
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pool.start()
-        engines.extend(await pool.serving())
-        yield
-        await pool.close()
+    def build(settings: ServerSettings, index: int) -> Engine:
+        engine = scripted_engine.build(settings, index)
+        engines.setdefault(index, engine)
+        return engine
 
     with (
-        served_app(create_app(pool, lifespan)) as (host, port),
+        served_app(app_of(Pool(settings, build))) as (host, port),
         httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
     ):
         assert http.get("/live/").status_code == 200  # after the lifespan's start
@@ -114,8 +107,7 @@ def test_engines_of_another_package_take_weights_and_are_built_again_after_a_bro
         assert start(http, 2, others).status_code == 200
         with closing(HTTPConnection(http.base_url.host, http.base_url.port or 80)) as learner:
             learner.request("POST", "/update_weights/", json.dumps(CALL), JSON)
-            while served.engines[1].calls[-1] != "receive_weights":
-                time.sleep(0.01)
+            wait_until(lambda: served.engines[1].calls[-1] == "receive_weights")
         served.wait_for('rollout_weights_state{state="PUSH_NEEDED"}', 1)
     served.wait_for('rollout_replica_state{replica="1",state="needs-push"}', 1)
     for refused in (http.get("/health/"), http.post("/infer/", json=CALL_OF_ALL)):

@@ -3,20 +3,18 @@
 import http.client
 import select
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 
-from rollout_server.http.app import create_app
 from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from tests.contract import scripted_engine
-from tests.contract.served_app import Address, served_app
+from tests.contract.served_app import Address, app_of, served_app
 
 pytestmark = pytest.mark.req("SRV-06", "WIRE-05")
 
@@ -47,16 +45,8 @@ def serving(folder: Path, header_s: float = 60.0, body_s: float = 60.0) -> Itera
         max_concurrent_calls=CALLS,
         token_file=token,
     )
-    pool = Pool(settings, scripted_engine.build)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pool.start()
-        yield
-        await pool.close()
-
     with served_app(
-        create_app(pool, lifespan, body_s),
+        app_of(Pool(settings, scripted_engine.build), body_s=body_s),
         force_exit=True,
         http=type("HastyProtocol", (DeadlineProtocol,), {"header_s": header_s}),
         h11_max_incomplete_event_size=HEADER_BYTES,
@@ -187,24 +177,12 @@ def test_body_without_the_token_is_not_read(address: Address) -> None:
         assert problem_of(peer) == "unauthorized"
 
 
-def test_foreign_host_is_refused(address: Address) -> None:
-    with connect(address) as peer:
-        peer.sendall(GET.replace(b"localhost", b"evil.example:8000") + b"\r\n")
-        assert problem_of(peer) == "misdirected"
-
-
+# h11 refuses them; its own tests have more.
 SMUGGLED: dict[str, bytes] = {
     "both lengths": CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-length: 4\r\n\r\n") + b"0\r\n\r\n",
     "two lengths": POST + b"content-length: 0\r\ncontent-length: 9\r\n\r\n",
-    "list of lengths": POST + b"content-length: 0, 9\r\n\r\n",
-    "signed length": POST + b"content-length: +0\r\n\r\n",
-    "space before the colon": POST + b"content-length : 0\r\n\r\n",
-    "unknown encoding": POST + b"transfer-encoding: xchunked\r\n\r\n",
     "two encodings": POST + b"transfer-encoding: gzip, chunked\r\n\r\n",
-    "encoding twice": CHUNKED.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n"),
-    "hexadecimal prefix": CHUNKED + b"0x0\r\n\r\n",
     "chunk without its end": CHUNKED + b"1\r\naa0\r\n\r\n",
-    "bare carriage return": POST + b"x: a\rcontent-length: 0\r\n\r\n",
     "no host": POST.replace(HOST, b"") + b"content-length: 0\r\n\r\n",
 }
 

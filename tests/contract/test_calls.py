@@ -1,7 +1,6 @@
 """Request ids, expected weights, metrics and log of calls to a real server."""
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from learner.rollout.server_process import free_ports
 from tests.contract.running_server import PROMPT, RunningServer, image_request, text_request
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group
+from tests.unit.fleets import wait_until
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 16}  # without a seed, so that answers differ
 
@@ -48,13 +48,15 @@ def growth(server: RunningServer) -> Iterator[Grown]:
 
 def access_line(server: RunningServer, request_id: str) -> str:
     """The line of a call in the log; the server writes it after the answer."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for line in server.process.log.read_text(encoding="utf-8").splitlines():
-            if " rollout_server.access: " in line and line.endswith(f" request_id={request_id}"):
-                return line
-        time.sleep(0.05)
-    raise AssertionError(f"no line of {request_id} in the log")
+
+    def lines() -> list[str]:
+        log = server.process.log.read_text(encoding="utf-8")
+        own = [line for line in log.splitlines() if " rollout_server.access: " in line]
+        return [line for line in own if line.endswith(f" request_id={request_id}")]
+
+    wait_until(lines)
+    (line,) = lines()
+    return line
 
 
 # --- request ids
@@ -80,20 +82,13 @@ def test_repeated_call_joins_the_one_whose_connection_ended(server: RunningServe
         cut = server.begin_infer(requests, config, request_id="cut")
         server.wait_for_sequences(lambda running: running == 64)
         cut.close()
-        wait_for_metric(server, "rollout_calls_in_flight", 0)
+        wait_until(lambda: metrics(server)["rollout_calls_in_flight"] == 0)
         repeated = server.begin_infer(requests, config, request_id="cut")
         assert len(json.loads(repeated.getresponse().read())) == 64
         repeated.close()
     assert grown["rollout_requests_total"] == 64
     assert grown["rollout_calls_total gone"] == 1
     assert grown["rollout_calls_total repeated"] == 1
-
-
-def wait_for_metric(server: RunningServer, name: str, value: float) -> None:
-    deadline = time.monotonic() + 60
-    while metrics(server)[name] != value:
-        assert time.monotonic() < deadline, metrics(server)[name]
-        time.sleep(0.02)
 
 
 # --- weights

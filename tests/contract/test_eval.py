@@ -13,11 +13,9 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData, make_data
 from learner.operate.eval_plan import plan_evaluation
 from learner.operate.eval_run import run_evaluation
-from learner.rollout.server_process import free_ports
 from learner.training.server_checks import reach_servers
 from tests.contract.running_server import RunningServer
-from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import push, weight_group
+from tests.integration.shared_server import address_of, give_back
 from tests.unit.small_run import small_mapping
 
 SAMPLES, NEW_TOKENS = 3, 24
@@ -31,15 +29,12 @@ def data(server: RunningServer) -> ToyData:
 @pytest.fixture
 def served(server: RunningServer, tied: Path, data: ToyData, tmp_path: Path) -> Iterator[Config]:
     """A config that asks the shared server, which ends with the weights it began with."""
-    (group_port, port) = free_ports(2)
-    address = {"base_url": server.process.base_url, "group_port": group_port}
+    address = address_of(server.process.base_url)
     vllm = {"mode": "server", "server": {"servers": [address], "timeout_s": 120}}
     rollout = {"decode_batch_size": 4, "max_new_tokens": NEW_TOKENS, "vllm": vllm}
     mapping = small_mapping(tied, data, tmp_path / "run", rollout_matching=rollout)
     yield parse_config(mapping)
-    version = server.http.get("/info/").json()["weights_version"] + 1
-    with weight_group(server.http, port, timeout_s=30.0) as sender:
-        push(server.http, sender, read_weights(tied), version)
+    give_back(server, tied)
 
 
 def said(config: Config, checkpoint: Path, out: Path) -> list[list[int]]:

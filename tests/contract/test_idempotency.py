@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rollout_server.http.idempotency import IdempotentCalls
 from shared_contracts.errors import ProblemError
+from tests.contract.update_bench import asynchronous
 
 
 class Generator:
@@ -41,14 +42,6 @@ def call(request_id: str | None, text: str = "x", **fields: Any) -> tuple[str | 
     return request_id, json.dumps(body).encode()
 
 
-def run(test: Callable[[Generator], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await test(Generator())
-
-    asyncio.run(bounded())
-
-
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0)
@@ -61,114 +54,84 @@ async def end(call: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.req("DIST-05")
-def test_retry_gets_the_answer_of_the_first_call() -> None:
-    async def test(generate: Generator) -> None:
-        generate.free.set()
-        calls = IdempotentCalls()
-        assert await calls.answer(*call("a"), generate) == (b"1", False)
-        assert await calls.answer(*call("a"), generate) == (b"1", True)
-        assert await calls.answer(*call("b"), generate) == (b"2", False)
-        assert await calls.answer(*call(None), generate) == (b"3", False)
-        assert await calls.answer(*call(None), generate) == (b"4", False)
-
-    run(test)
-
-
-@pytest.mark.req("DIST-05")
-def test_retry_joins_the_running_first_call() -> None:
-    async def test(generate: Generator) -> None:
-        calls = IdempotentCalls()
-        first = asyncio.create_task(calls.answer(*call("a"), generate))
-        retry = asyncio.create_task(calls.answer(*call("a"), generate))
-        await asyncio.sleep(0)
-        with pytest.raises(ProblemError) as error:
-            await calls.answer(*call("a", "y"), generate)
-        assert (error.value.problem.status, error.value.problem.where) == (422, "request_id")
-        generate.free.set()
-        assert (await first, await retry) == ((b"1", False), (b"1", True))
-        assert generate.begun == 1
-
-    run(test)
+@asynchronous
+async def test_retry_joins_the_running_first_call() -> None:
+    generate = Generator()
+    calls = IdempotentCalls()
+    first = asyncio.create_task(calls.answer(*call("a"), generate))
+    retry = asyncio.create_task(calls.answer(*call("a"), generate))
+    await asyncio.sleep(0)
+    with pytest.raises(ProblemError) as error:
+        await calls.answer(*call("a", "y"), generate)
+    assert (error.value.problem.status, error.value.problem.where) == (422, "request_id")
+    generate.free.set()
+    assert (await first, await retry) == ((b"1", False), (b"1", True))
+    assert generate.begun == 1
 
 
 @pytest.mark.req("DIST-05")
-def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
-    async def test(generate: Generator) -> None:
-        calls = IdempotentCalls()
-        generate.error = ValueError("broken")
-        waiting = [asyncio.create_task(calls.answer(*call("a"), generate)) for _ in range(2)]
-        await asyncio.sleep(0)
-        generate.free.set()
-        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(outcome, ValueError)
-        generate.error = None
-        assert await calls.answer(*call("a"), generate) == (b"2", False)
-
-    run(test)
+@asynchronous
+async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
+    generate = Generator()
+    calls = IdempotentCalls()
+    generate.error = ValueError("broken")
+    waiting = [asyncio.create_task(calls.answer(*call("a"), generate)) for _ in range(2)]
+    await asyncio.sleep(0)
+    generate.free.set()
+    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(outcome, ValueError)
+    generate.error = None
+    assert await calls.answer(*call("a"), generate) == (b"2", False)
 
 
 @pytest.mark.req("DIST-05")
-def test_repeated_call_joins_the_one_whose_connection_ended() -> None:
-    async def test(generate: Generator) -> None:
-        calls = IdempotentCalls(grace_s=60.0)
-        for _ in range(3):  # a proxy that cuts every connection
-            cut = asyncio.create_task(calls.answer(*call("a"), generate))
-            await until(lambda: generate.begun == 1)
-            await end(cut)
-        repeated = asyncio.create_task(calls.answer(*call("a"), generate))
-        await asyncio.sleep(0)
-        generate.free.set()
-        assert await repeated == (b"1", True)
-        assert (generate.begun, generate.cancelled) == (1, 0)
-
-    run(test)
+@asynchronous
+async def test_repeated_call_joins_the_one_whose_connection_ended() -> None:
+    generate = Generator()
+    calls = IdempotentCalls(grace_s=60.0)
+    for _ in range(3):  # a proxy that cuts every connection
+        cut = asyncio.create_task(calls.answer(*call("a"), generate))
+        await until(lambda: generate.begun == 1)
+        await end(cut)
+    repeated = asyncio.create_task(calls.answer(*call("a"), generate))
+    await asyncio.sleep(0)
+    generate.free.set()
+    assert await repeated == (b"1", True)
+    assert (generate.begun, generate.cancelled) == (1, 0)
 
 
 @pytest.mark.req("DIST-05", "SRV-07")
-def test_generation_ends_after_the_grace_without_a_connection() -> None:
-    async def test(generate: Generator) -> None:
-        calls = IdempotentCalls(grace_s=0.0)
-        first = asyncio.create_task(calls.answer(*call("a"), generate))
-        second = asyncio.create_task(calls.answer(*call("a"), generate))
-        await until(lambda: generate.begun == 1)
-        await end(first)
-        assert generate.cancelled == 0
-        await end(second)
-        await until(lambda: generate.cancelled == 1)
-        generate.free.set()
-        assert await calls.answer(*call("a"), generate) == (b"2", False)
-
-    run(test)
-
-
-@pytest.mark.req("SRV-07")
-def test_generation_without_an_id_ends_with_its_connection() -> None:
-    async def test(generate: Generator) -> None:
-        only = asyncio.create_task(IdempotentCalls().answer(*call(None), generate))
-        await until(lambda: generate.begun == 1)
-        await end(only)
-        assert generate.cancelled == 1
-
-    run(test)
+@asynchronous
+async def test_generation_ends_after_the_grace_without_a_connection() -> None:
+    generate = Generator()
+    calls = IdempotentCalls(grace_s=0.0)
+    first = asyncio.create_task(calls.answer(*call("a"), generate))
+    second = asyncio.create_task(calls.answer(*call("a"), generate))
+    await until(lambda: generate.begun == 1)
+    await end(first)
+    assert generate.cancelled == 0
+    await end(second)
+    await until(lambda: generate.cancelled == 1)
+    generate.free.set()
+    assert await calls.answer(*call("a"), generate) == (b"2", False)
 
 
 @pytest.mark.req("DIST-05")
-def test_kept_answers_are_bounded_and_the_least_used_goes_first() -> None:
-    async def test(generate: Generator) -> None:
-        generate.free.set()
-        calls = IdempotentCalls(kept_answers=2, kept_bytes=10)
-        await calls.answer(*call("a"), generate)
-        await calls.answer(*call("b"), generate)
-        assert await calls.answer(*call("a"), generate) == (b"1", True)
-        await calls.answer(*call("c"), generate)
-        assert await calls.answer(*call("a"), generate) == (b"1", True)
-        assert await calls.answer(*call("b"), generate) == (b"4", False)
-        generate.size = 10
-        await calls.answer(*call("large"), generate)
-        assert await calls.answer(*call("large"), generate) == (b"5" * 10, True)
-        assert await calls.answer(*call("b"), generate) == (b"6" * 10, False)
-        generate.size = 11
-        await calls.answer(*call("huge"), generate)
-        assert (await calls.answer(*call("huge"), generate))[1] is False
-
-    run(test)
+@asynchronous
+async def test_kept_answers_are_bounded_and_the_least_used_goes_first() -> None:
+    generate = Generator()
+    generate.free.set()
+    calls = IdempotentCalls(kept_answers=2, kept_bytes=10)
+    await calls.answer(*call("a"), generate)
+    await calls.answer(*call("b"), generate)
+    assert await calls.answer(*call("a"), generate) == (b"1", True)
+    await calls.answer(*call("c"), generate)
+    assert await calls.answer(*call("a"), generate) == (b"1", True)
+    assert await calls.answer(*call("b"), generate) == (b"4", False)
+    generate.size = 10
+    await calls.answer(*call("large"), generate)
+    assert await calls.answer(*call("large"), generate) == (b"5" * 10, True)
+    assert await calls.answer(*call("b"), generate) == (b"6" * 10, False)
+    generate.size = 11
+    await calls.answer(*call("huge"), generate)
+    assert (await calls.answer(*call("huge"), generate))[1] is False

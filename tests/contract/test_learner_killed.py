@@ -154,6 +154,7 @@ def test_a_push_whose_learner_died_between_two_calls_is_given_up_for_the_next_on
     push_again(server, port, tied)
 
 
+@pytest.mark.nightly  # test_push_engine.py has a silent sender, test_pushes.py the deadline
 def test_a_suspended_learner_loses_the_push_by_its_deadline(
     server: RunningServer, port: int, other_tied: Path
 ) -> None:

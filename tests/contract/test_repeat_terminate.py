@@ -153,6 +153,7 @@ def test_the_envelope_names_the_choices_that_the_guard_ended(
         assert stamp["repeat_terminate_triggered"] == bool(stamp["repeat_terminated_choices"])
 
 
+@pytest.mark.usefixtures("server")  # so in the same process, which has started `guarded`
 @pytest.mark.req("REP-05")
 def test_a_choice_that_ends_by_its_length_is_not_named_as_ended_by_the_guard(
     guarded: RunningServer,

@@ -53,7 +53,7 @@ class Bench:
         self.events: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
-        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S, START_S)
+        self.replicas = Replicas(2, self._build, self.events.append, HANG_S, START_S)
 
     def _build(self, index: int) -> ScriptedEngine:
         self.hold.wait(60)
@@ -62,9 +62,6 @@ class Bench:
         self.events.append(f"built {index}")
         self.built.append(ScriptedEngine(index))
         return self.built[-1]
-
-    async def _on_lost(self, reason: str) -> None:
-        self.events.append(reason)
 
     def states(self, version: int = 0) -> list[str]:
         return [status.state for status in self.replicas.statuses(version)]
@@ -184,7 +181,7 @@ def test_replica_serves_only_with_the_current_weights() -> None:
 
 
 def start_of(*engines: ScriptedEngine, start_s: float = 60.0) -> None:
-    async def unexpected(_: str) -> None:
+    def unexpected(_: str) -> None:
         raise AssertionError("no replica was lost")
 
     asyncio.run(Replicas(len(engines), engines.__getitem__, unexpected, HANG_S, start_s).start())

@@ -35,6 +35,7 @@ vllm.build = build
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.req("SYNC-06")
 def test_the_proof_of_effect_sees_caches_of_the_old_weights(
     tied: Path,

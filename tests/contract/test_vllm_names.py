@@ -68,12 +68,6 @@ def test_every_name_of_vllm_is_listed() -> None:
     assert len(UNDOCUMENTED) <= 8
 
 
-def test_one_room_imports_vllm() -> None:
-    packages = ("shared_contracts", "rollout_server", "learner")
-    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
-    assert {file.parent for file in files if names_in(file)} == {ROOM}
-
-
 @pytest.mark.parametrize("name", [*DOCUMENTED, *UNDOCUMENTED])
 def test_the_installed_vllm_has_the_name(name: str) -> None:
     module, _, own = name.rpartition(".")

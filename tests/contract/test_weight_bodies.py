@@ -71,20 +71,6 @@ def parameter(*shape: int, dtype: str = "float32") -> ParameterMeta:
     return ParameterMeta.model_validate({"name": "p", "dtype": dtype, "shape": list(shape)})
 
 
-@pytest.mark.req("SYNC-03")
-def test_a_bucket_takes_parameters_while_they_fit() -> None:
-    """A parameter has 16 bytes here; one that is larger than a bucket is alone."""
-    four = [parameter(4)] * 4
-    assert plan_buckets(four, 47) == [range(2), range(2, 4)]
-    assert plan_buckets(four, 48) == [range(3), range(3, 4)]
-    assert plan_buckets([parameter(4), parameter(100), parameter(4)], 32) == [
-        range(1),
-        range(1, 2),
-        range(2, 3),
-    ]
-    assert plan_buckets([], 32) == []
-
-
 @pytest.mark.req("SYNC-02")
 @pytest.mark.parametrize(
     ("name", "shape", "parts"),

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from shared_contracts.weights import ParameterMeta, plan_buckets
 
 BUCKET_BYTES = 2**20
-CALL = {"attempt": "sender"}
+CALL: dict[str, Any] = {"attempt": "sender"}
 
 Weights = dict[str, torch.Tensor]
 
@@ -55,10 +55,10 @@ class Sender:
     def __init__(self, port: int, world_size: int, timeout_s: float) -> None:
         self._group = join(port, 0, world_size, timeout_s)
 
-    def send(self, weights: Weights, buckets: int | None = None) -> None:
-        """Broadcast all buckets and the trailer, or only so many buckets."""
+    def send(self, weights: Weights) -> None:
+        """Broadcast all buckets and the trailer."""
         packed = pack(weights)
-        for data in [*packed, trailer(packed)] if buckets is None else packed[:buckets]:
+        for data in (*packed, trailer(packed)):
             self.broadcast(data)
 
     def broadcast(self, data: bytes) -> None:
@@ -70,12 +70,12 @@ class Sender:
         self._group = None
 
 
-def pack(weights: Weights, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
+def pack(weights: Weights) -> list[bytes]:
     """Return the buckets of a push."""
     parameters = manifest(weights)
     plain = [w.reshape(-1).view(torch.uint8).numpy().tobytes() for w in weights.values()]
     padded = [data.ljust(p.wire_bytes, b"\0") for data, p in zip(plain, parameters, strict=True)]
-    return [b"".join(padded[b.start : b.stop]) for b in plan_buckets(parameters, bucket_bytes)]
+    return [b"".join(padded[b.start : b.stop]) for b in plan_buckets(parameters, BUCKET_BYTES)]
 
 
 def trailer(buckets: Sequence[bytes]) -> bytes:
@@ -98,22 +98,14 @@ def manifest(weights: Weights) -> list[ParameterMeta]:
     ]
 
 
-def init_body(port: int, world_size: int = 2, timeout_s: float = 30.0) -> dict[str, Any]:
-    return CALL | {
-        "host": "127.0.0.1",
-        "port": port,
-        "world_size": world_size,
-        "bucket_bytes": BUCKET_BYTES,
-        "timeout_s": timeout_s,
-    }
-
-
 @contextmanager
 def weight_group(
     http: httpx.Client, port: int, world_size: int = 2, timeout_s: float = 30.0
 ) -> Iterator[Sender]:
     """Form the group with the server; leave it at the end."""
-    posting = Posting(http, "/init_communicator/", init_body(port, world_size, timeout_s))
+    body = CALL | {"host": "127.0.0.1", "port": port, "world_size": world_size}
+    body |= {"bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
+    posting = Posting(http, "/init_communicator/", body)
     sender = Sender(port, world_size, timeout_s)
     try:
         assert posting.answer().status_code == 200, posting.answer().text
@@ -123,13 +115,8 @@ def weight_group(
 
 
 def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:
-    return start_manifest(http, version, manifest(weights))
-
-
-def start_manifest(
-    http: httpx.Client, version: int, parameters: Sequence[ParameterMeta]
-) -> httpx.Response:
-    body = CALL | {"version": version, "parameters": [p.model_dump() for p in parameters]}
+    parameters = [parameter.model_dump() for parameter in manifest(weights)]
+    body = CALL | {"version": version, "parameters": parameters}
     return http.post("/start_weight_update/", json=body)
 
 
