@@ -38,7 +38,7 @@ def stats_tables(
     boxes = _array(4, [bounding_box(item.shape) for item, _ in every]) * decode_bin(1)
     images = _array(2, [(sample.width, sample.height) for _, sample in every])
     sides = (boxes[:, 2:] - boxes[:, :2]) * images
-    columns = ("#samples", "#images", "#objects", "#boxes", "#polygons", "#no object")
+    columns = ["#samples", "#images", "#objects", "#boxes", "#polygons", "#no object"]
     counts = (
         len(samples),
         sum(len(sample.images) for sample in samples),
@@ -59,11 +59,11 @@ def stats_tables(
     yield Table("", ("", "#min", "#median", "#mean", "#p95", "#max"), rows)
     if every:
         descriptions = Counter(item.desc for item, _ in every)
-        columns = ("#objects", "#share", "description")
+        columns = ["#objects", "#share", "description"]
         yield Table(f"{len(descriptions)} descriptions", columns, _ranked(descriptions, top))
         yield _sizes(sides.prod(axis=1))
     sizes = Counter(f"{sample.width}x{sample.height}" for sample in samples)
-    columns = ("#samples", "#share", "pixels")
+    columns = ["#samples", "#share", "pixels"]
     yield Table(f"{len(sizes)} image sizes", columns, _ranked(sizes, _IMAGE_SIZES))
     if lengths is not None:
         yield _tokens(samples, lengths)

@@ -263,19 +263,6 @@ def test_what_programs_on_windows_write_is_taken_as_nothing(tmp_path: Path, last
     assert len(read_samples(path, allow_poly=False)) == 2
 
 
-def test_a_byte_order_mark_is_none_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    (problem,) = problems(write(tmp_path, record(), "\ufeff" + json.dumps(record())))
-    assert problem.found.startswith("not JSON (Unexpected UTF-8 BOM")
-
-
-def test_a_line_of_megabytes_is_read_and_shown_in_brief(tmp_path: Path) -> None:
-    long = {"desc": "cat " * 10**6, "bbox_2d": [1, 2, 3, 4]}
-    (sample,) = read_samples(write(tmp_path, record(objects=[long])), allow_poly=False)
-    assert len(sample.objects[0].desc) == 4 * 10**6
-    problem = the_problem(tmp_path, record(objects=[long["desc"]]))
-    assert len(problem.found) < 100
-
-
 @pytest.mark.parametrize("depth", range(900, 1000, 7))
 def test_a_value_nested_as_deeply_as_can_be_read_is_shown(tmp_path: Path, depth: int) -> None:
     nested = "[" * depth + "]" * depth

@@ -44,7 +44,7 @@ def replay_step(step: LoggedStep, stories: Sequence[StepAnswer], rebuilder: Rebu
     stories: answers of which everything is printed.
     """
     replayed = compare(step, rebuilder)
-    tables = []
+    tables = list[Table]()
     for answer in stories:
         tables += _story(answer, replayed.assessed(answer), rebuilder.tokenizer)
     rows = [
