@@ -36,6 +36,7 @@ def doctor(
     use_passive_wait()
     console = Console(stderr=True)
     with console.status("Looking at files and libraries", spinner="line") as status:
+        from learner.data.show import print_tables
         from learner.operate.doctor.findings import as_json, failed, summary, table
         from learner.operate.doctor.run import examine
 
@@ -46,8 +47,7 @@ def doctor(
     if json:
         typer.echo(as_json(findings))
     else:
-        shown = Console()
-        shown.print(table(findings))
-        shown.print(summary(findings), highlight=False)
+        print_tables([table(findings)])
+        typer.echo(summary(findings))
     if failed(findings):
         raise typer.Exit(RUN_FAILED)
