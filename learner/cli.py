@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from learner.commands import check, init, look, prepare, run
+from learner.commands import look, prepare, run
 from learner.commands.config import config_app
 from learner.commands.data import data_app
 from learner.commands.toy import toy_app
@@ -35,13 +35,13 @@ app.command(rich_help_panel=_RUN)(run.demo)
 app.command(rich_help_panel=_LOOK)(look.report)
 app.command(rich_help_panel=_LOOK)(look.replay)
 app.command(rich_help_panel=_LOOK)(look.compare)
-app.command(rich_help_panel=_PREPARE)(init.init)
+app.command(rich_help_panel=_PREPARE)(prepare.init)
 app.command(rich_help_panel=_PREPARE)(prepare.export)
 app.command(rich_help_panel=_PREPARE)(prepare.estimate)
 app.command(rich_help_panel=_PREPARE)(prepare.preflight)
 app.add_typer(data_app, name="data", rich_help_panel=_PREPARE)
 app.add_typer(toy_app, name="toy", rich_help_panel=_PREPARE)
-app.command(rich_help_panel=_CHECK)(check.doctor)
+app.command(rich_help_panel=_CHECK)(prepare.doctor)
 app.add_typer(config_app, name="config", rich_help_panel=_CHECK)
 
 

@@ -24,10 +24,7 @@ from learner.analysis.evaluation.detections import (
 )
 from learner.analysis.evaluation.scores import ScoredAnswer, Scores, match_named
 from learner.analysis.report.gallery import shown_objects
-from learner.data.jsonl import read_samples
 from learner.types import AssessedRollout, GroundTruthObject, ParsedObject, ParsedRollout
-from shared_contracts.errors import ContractErrors
-from tests.unit.data_files import line, paint, write_lines
 from tests.unit.eval_answers import DATA, RESOLUTION, Case, answered, answers, box, poly, sample
 from tests.unit.small_run import rollout
 
@@ -302,17 +299,3 @@ def test_every_part_of_an_evaluation_leaves_out_unjudged_predictions() -> None:
     assert compared["precision"] == 1 / 2
     roles = [each.role for each in shown_objects(answer, RESOLUTION)]
     assert roles == ["match", "unjudged", "stray", "truth"]
-
-
-@pytest.mark.req("EVAL-02", "IO-01")
-@pytest.mark.parametrize("names", ["cat", ["cat", 3], [" "], {"cat": 1}, None])
-def test_bad_lists_are_refused_with_their_line(names: Any, tmp_path: Path) -> None:
-    paint(tmp_path / "a.png")
-    good = line("a.png")
-    bad = good | {"metadata": {"neg_categories": names}}
-    data = write_lines(tmp_path / "d.jsonl", good, bad)
-    with pytest.raises(ContractErrors) as caught:
-        read_samples(data, allow_poly=False)
-    (error,) = caught.value.errors
-    found = f"metadata is {json.dumps(bad['metadata'])}"
-    assert (error.where, error.found) == (f"{data}:2", found)

@@ -183,6 +183,8 @@ def test_an_object_has_a_description_and_one_geometry(
         ({"objects": None}, "objects is null"),
         ({"metadata": 3}, "metadata is 3"),
         ({"metadata": None}, "metadata is null"),
+        ({"metadata": {"neg_categories": "cat"}}, 'metadata is {"neg_categories": "cat"}'),
+        ({"metadata": {"neg_categories": [" "]}}, 'metadata is {"neg_categories": [" "]}'),
         ({"width": 10**400}, "width is 1" + "0" * 76 + "..."),
         ({"height": 1_000_001}, "height is 1000001"),
         ({"a\nb": 1}, 'unknown keys "a\\nb"'),

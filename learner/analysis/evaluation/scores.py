@@ -249,9 +249,12 @@ def evaluate(
         record, notes = policy.take_notes(evaluating=True)
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
-    settings = {"allow_poly": allow_poly, "resolution": resolution, "answers": answers}
-    pairs = zip(samples, outputs, strict=True)
-    assessed = (assess_by_name(*pair, tokenizer, **settings) for pair in pairs)
+    assessed = (
+        assess_by_name(
+            *pair, tokenizer, allow_poly=allow_poly, resolution=resolution, answers=answers
+        )
+        for pair in zip(samples, outputs, strict=True)
+    )
     return Evaluation([ScoredAnswer.scored(each, resolution) for each in assessed], notes)
 
 

@@ -55,7 +55,7 @@ def run_check(check: Check) -> list[Finding]:
 
 def table(findings: Sequence[Finding]) -> Table:
     """One row a finding: status, check, and what was found above what to do about it."""
-    rows = []
+    rows = list[list[str | Text]]()
     for finding in findings:
         about = f"{finding.about}: " if finding.about else ""
         text = plain(f"{about}{finding.found}")
