@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # they load numpy
 
 # Columns of a table that no terminal bounds.
 _PIPE_WIDTH = 160
+# Seconds between two lines of progress.
+_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,15 @@ class Table:
     sortable: bool = False
 
 
-def watch(looks: Looks, count: int, every_s: float = 10.0) -> Looks:
-    """Show on standard error how far it is: a bar on a terminal, else a line every `every_s`."""
+def watch(looks: Looks, count: int) -> Looks:
+    """Show on standard error how far it is: a bar on a terminal, else a line every 10 s."""
     shown = Console(stderr=True)
     if shown.is_terminal:
-        return track(looks, "Images", total=count, console=shown, transient=True)
-    return _print_progress(looks, count, shown, every_s)
-
-
-def _print_progress(looks: Looks, count: int, shown: Console, every_s: float) -> Looks:
+        yield from track(looks, "Images", total=count, console=shown, transient=True)
+        return
     last = time.monotonic()
     for done, look in enumerate(looks, start=1):
-        if time.monotonic() - last >= every_s:
+        if time.monotonic() - last >= _EVERY_S:
             tell(shown, f"Looked at {done} of {count} images")
             last = time.monotonic()
         yield look
@@ -67,7 +66,8 @@ def print_tables(tables: Iterable[Table]) -> None:
             shown.print()
         if table.title:
             shown.print(Text(printable(table.title), style="bold"))
-        drawn = rich_table.Table(box=None, pad_edge=False, show_header=any(table.columns))
+        has_head = any(column.strip("#") for column in table.columns)
+        drawn = rich_table.Table(box=None, pad_edge=False, show_header=has_head)
         for column in table.columns:
             is_number = column.startswith("#")
             drawn.add_column(

@@ -17,8 +17,6 @@ from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 
-# Sides of the squares that part small, medium and large objects in COCO's evaluation.
-COCO_SIDES = (32, 96)
 _IMAGE_SIZES = 5
 _NONE = "-"
 
@@ -95,7 +93,7 @@ def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
 
 
 def _sizes(areas: FloatArray) -> Table:
-    small, large = COCO_SIDES
+    small, large = 32, 96
     chosen = {
         ("small", f"area < {small}^2 pixels"): areas < small**2,
         ("medium", ""): (areas >= small**2) & (areas < large**2),

@@ -14,7 +14,6 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from learner.data.coco import to_coco
 from learner.data.jsonl import bounding_box, read_samples
 from learner.data.toy import ToyData, make_data
 from learner.data.toy_scenes import (
@@ -25,7 +24,6 @@ from learner.data.toy_scenes import (
     SceneObject,
     make_scene,
 )
-from learner.types import Sample
 from shared_contracts.errors import ContractError
 
 
@@ -143,11 +141,6 @@ def test_pycocotools_reads_the_export_of_polygons(poly_toy: ToyData) -> None:
         assert coco.annToMask(annotation).sum() == pytest.approx(width * height / 2, rel=0.1)
         (flat,) = annotation["segmentation"]
         assert (min(flat[0::2]), min(flat[1::2])) == pytest.approx((x, y))
-
-
-def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
-    sample = Sample("s", (Path("/other/a.png"),), 10, 10, ())
-    assert to_coco([sample], Path("/data"))["images"][0]["file_name"] == "/other/a.png"
 
 
 def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
