@@ -1,18 +1,11 @@
 """`learner report`, `replay` and `compare`: what shows runs, from their folders alone."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shared_contracts.errors import ContractError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from learner.analysis.replay.compare import Difference
-    from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, StepLog
-    from learner.runs.rollout_log import StepAnswer
 
 
 def report(
@@ -59,7 +52,7 @@ def replay(
         find_tokenizer,
         load_tokenizer,
     )
-    from learner.analysis.replay.show import notes_on
+    from learner.analysis.replay.show import notes_on, replay_all, replay_step
     from learner.runs.run_folder import RunFolder
 
     folder = RunFolder.open(run)
@@ -72,9 +65,7 @@ def replay(
     for note in notes_on(folder.facts()):
         typer.echo(f"note: {note}", err=True)
     rebuilder = Rebuilder(config, load_tokenizer(found))
-    same = (
-        _replay_all(log, rebuilder) if logged is None else _replay_step(logged, answered, rebuilder)
-    )
+    same = replay_step(logged, answered, rebuilder) if logged else replay_all(log, rebuilder)
     if not same:
         raise typer.Exit(1)
 
@@ -99,60 +90,4 @@ def compare(
         print(dumps(found.numbers(), indent=2))
     else:
         typer.echo(f"first: {found.first}\nsecond: {found.second}\n")
-        title = f"{found.samples} samples; difference: second - first"
-        print_tables([(title, comparison_table(found))])
-
-
-def _replay_step(
-    logged: "LoggedStep", answered: "Sequence[StepAnswer]", rebuilder: "Rebuilder"
-) -> bool:
-    """One step, with the stories of some of its answers."""
-    from learner.analysis.replay.compare import compare
-    from learner.analysis.replay.show import difference_table, step_table, story, verdict
-    from learner.data.show import print_tables
-
-    replayed, tokenizer = compare(logged, rebuilder), rebuilder.tokenizer
-    tables = [
-        table
-        for answer in answered
-        for table in story(answer, replayed.assessed(answer), tokenizer)
-    ]
-    tables.append(step_table(replayed))
-    if replayed.first is not None:
-        tables.append(difference_table(replayed.first))
-    print_tables(tables)
-    typer.echo(f"\n{verdict(replayed)}")
-    return replayed.first is None
-
-
-def _replay_all(log: "StepLog", rebuilder: "Rebuilder") -> bool:
-    """Every step; what cannot be read is told and left out, unless that is all there is."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from learner.analysis.replay.compare import compare
-    from learner.analysis.replay.show import about, difference_table, steps_table, verdict_on_all
-    from learner.data.show import print_tables
-
-    bar = Console(stderr=True)
-    first: Difference | None = None
-    differences: dict[int, str] = {}
-    refused: list[ContractError] = []
-    hidden = not bar.is_terminal
-    for step in track(log.steps, "Steps", console=bar, transient=True, disable=hidden):
-        try:
-            found = compare(log.step(step), rebuilder).first
-        except ContractError as error:
-            refused.append(error)
-            typer.echo(f"note: step {step} is left out: {error}", err=True)
-            continue
-        first = first or found
-        differences[step] = f"{found.field}, {about(found)}" if found else ""
-    if refused and not differences:
-        raise refused[0]
-    tables = [steps_table(differences)]
-    if first is not None:
-        tables.append(difference_table(first))
-    print_tables(tables)
-    typer.echo(f"\n{verdict_on_all([*differences.values()], len(refused))}")
-    return first is None
+        print_tables([comparison_table(found)])

@@ -1,4 +1,4 @@
-"""`learner export`, `estimate` and `preflight`: what comes before or after a run."""
+"""`learner init`, `doctor`, `estimate`, `preflight` and `export`: before and after a run."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +7,97 @@ import typer
 
 from learner.commands.config import ConfigFile, ConfigOption, only_config
 from learner.distributed.waiting import use_passive_wait
+from shared_contracts.cli import RUN_FAILED
 from shared_contracts.errors import ContractError, ContractErrors
+
+
+def init(
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint of a Qwen-VL model, with or without coordinate tokens.")
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Samples to train on: a data file, or what `learner data convert` reads."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
+    val: Annotated[
+        Path | None,
+        typer.Option(help="Samples to evaluate on, likewise. (no evaluation)"),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU to train on, e.g. H100; or cpu. (the visible one)")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of GPUs for learner and servers. (those visible; 1 with --gpu)", min=1
+        ),
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train LoRA, also if all weights would fit.")
+    ] = False,
+) -> None:
+    """Check a model and data, add coordinate tokens, and write a YAML that fits the GPU.
+
+    Nothing is trained. The last lines name the next commands.
+    """
+    from rich.console import Console
+
+    from learner.runs.atomic_files import require_free
+
+    require_free(out)
+    use_passive_wait()
+    from learner.operate.init import InitOptions, device_named
+    from learner.operate.init import init as run
+
+    device, count = device_named(gpu, gpus)
+    run(InitOptions(model, data, val, out, device, count, lora), Console())
+
+
+def doctor(
+    file: ConfigFile = None,
+    config: ConfigOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    push: Annotated[
+        bool,
+        typer.Option(
+            "--push",
+            help="After the checks, push the checkpoint to the servers and compare answers.",
+        ),
+    ] = False,
+) -> None:
+    """Check the real environment: files, versions, GPUs, memory, and every server.
+
+    Each server answers a few requests. Nothing is changed without `--push`, which takes the
+    servers over from any other learner.
+
+    Exit code 1 if a check fails, 2 if the config is wrong.
+    """
+    from rich.console import Console
+
+    from learner.config import load_config
+
+    parsed = load_config(only_config(file, config))
+    use_passive_wait()
+    console = Console(stderr=True)
+    with console.status("Looking at files and libraries", spinner="line") as status:
+        from learner.data.show import print_tables
+        from learner.operate.doctor.findings import as_json, failed, summary, table
+        from learner.operate.doctor.run import examine
+
+        findings = []
+        for finding in examine(parsed, push=push):
+            status.update(f"After {finding.check} {finding.about}")
+            findings.append(finding)
+    if json:
+        typer.echo(as_json(findings))
+    else:
+        print_tables([table(findings)])
+        typer.echo(summary(findings))
+    if failed(findings):
+        raise typer.Exit(RUN_FAILED)
 
 
 def export(

@@ -24,7 +24,7 @@ from pathlib import Path
 from learner.data.boxes import find_scale
 from learner.data.images import Looks, UnreadableImage, Watch, image_problem, look_at_all
 from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, brief, scan
-from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.lengths import SampleLengths
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -126,7 +126,7 @@ def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> It
             do = "Widen it or leave it out; no prediction is ever matched to it."
             yield _warning("too thin to match", sample.sample_id, found, do)
     if lengths is not None:
-        yield from _of_lengths(sample, lengths, lengths.limits)
+        yield from _of_lengths(sample, lengths)
 
 
 def odd_text(description: str) -> str | None:
@@ -141,10 +141,8 @@ def odd_text(description: str) -> str | None:
     return "space at its ends" if description != description.strip() else None
 
 
-def _of_lengths(
-    sample: Sample, lengths: SampleLengths, limits: TokenLimits
-) -> Iterator[DataProblem]:
-    target = lengths.target(sample)
+def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]:
+    target, limits = lengths.target(sample), lengths.limits
     if target > limits.answer:
         found = (
             f"{len(sample.objects)} objects take {target} tokens, and "

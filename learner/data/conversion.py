@@ -69,12 +69,12 @@ def convert(
     conversion = Conversion(account, len(pictures), annotations, evidence)
     for picture, path, look in zip(pictures, paths, seen, strict=True):
         fault = _fault(picture, path, look)
-        if fault is not None or isinstance(look, UnreadableImage):
-            assert fault is not None
+        if fault is not None:
             account.note(fault, picture.name)
             for one in picture.annotations:
                 account.leave_out(one, picture.name, fault)
             continue
+        assert isinstance(look, Look), "else it has a fault"
         account.note(Rule.REORIENTED, picture.name, look.reoriented)
         objects = _objects(picture, look.size, readings, geometry, account)
         if picture.annotations and not objects:  # what it shows is not nothing

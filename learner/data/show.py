@@ -1,14 +1,15 @@
-"""What `learner data` prints: tables that stay whole in a pipe, bars only on a terminal."""
+"""What commands print: tables that stay whole in a pipe, bars only on a terminal."""
 
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich import table as rich_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from learner.data.images import Looks
@@ -23,56 +24,64 @@ if TYPE_CHECKING:  # they load numpy
 
 # Columns of a table that no terminal bounds.
 _PIPE_WIDTH = 160
+# Seconds between two lines of progress.
+_EVERY_S = 10.0
 
 
-def _console() -> Console:
-    """Of standard output; in a pipe it does not break lines at 80 columns."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+@dataclass(frozen=True)
+class Table:
+    """A table for a terminal or a page.
+
+    columns: headings; one that begins with `#` holds numbers. sortable: on a page, the heading of
+    a column sorts by it.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    sortable: bool = False
 
 
-def watch(looks: Looks, count: int, every_s: float = 10.0) -> Looks:
-    """Show on standard error how far it is: a bar on a terminal, else a line every `every_s`."""
+def watch(looks: Looks, count: int) -> Looks:
+    """Show on standard error how far it is: a bar on a terminal, else a line every 10 s."""
     shown = Console(stderr=True)
     if shown.is_terminal:
-        return track(looks, "Images", total=count, console=shown, transient=True)
-    return _print_progress(looks, count, shown, every_s)
-
-
-def _print_progress(looks: Looks, count: int, shown: Console, every_s: float) -> Looks:
+        yield from track(looks, "Images", total=count, console=shown, transient=True)
+        return
     last = time.monotonic()
     for done, look in enumerate(looks, start=1):
-        if time.monotonic() - last >= every_s:
+        if time.monotonic() - last >= _EVERY_S:
             tell(shown, f"Looked at {done} of {count} images")
             last = time.monotonic()
         yield look
 
 
-def new_table(*columns: str) -> Table:
-    """A plain table; columns that begin with `#` hold numbers."""
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        number = column.startswith("#")
-        table.add_column(
-            column.removeprefix("#"),
-            justify="right" if number else "left",
-            no_wrap=number,
-            overflow="fold",
-        )
-    return table
-
-
-def print_tables(tables: Iterable[tuple[str, Table]]) -> None:
-    """Tables under their titles, a blank line between them."""
-    shown = _console()
-    for number, (title, table) in enumerate(tables):
+def print_tables(tables: Iterable[Table]) -> None:
+    """Tables under their titles, a blank line between them. No text is markup, or steers the
+    terminal; in a pipe lines are not broken at 80 columns.
+    """
+    shown = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for number, table in enumerate(tables):
         if number:
             shown.print()
-        if title:
-            shown.print(Text(printable(title), style="bold"))
-        shown.print(table)
+        if table.title:
+            shown.print(Text(printable(table.title), style="bold"))
+        has_head = any(column.strip("#") for column in table.columns)
+        drawn = rich_table.Table(box=None, pad_edge=False, show_header=has_head)
+        for column in table.columns:
+            is_number = column.startswith("#")
+            drawn.add_column(
+                column.removeprefix("#"),
+                justify="right" if is_number else "left",
+                no_wrap=is_number,
+                overflow="fold",
+            )
+        for row in table.rows:
+            drawn.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
+        shown.print(drawn)
 
 
-def plain(value: object) -> Text:
+def plain(value: str) -> Text:
     """Text of the data, in which nothing is markup and nothing steers the terminal."""
     return Text(printable(value, lines=True))
 
@@ -90,21 +99,18 @@ def kinds(reports: Sequence["FileReport"]) -> list[tuple[str, bool, int]]:
     return sorted(rows, key=lambda row: (row[1], -row[2], row[0]))
 
 
-def check_tables(reports: Sequence["FileReport"]) -> Iterator[tuple[str, Table]]:
+def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
     """Files with their counts and, unless all is well, the kinds of findings."""
-    files = new_table("file", "#samples", "#objects", "#problems", "#warnings")
-    for report in reports:
-        files.add_row(
-            plain(report.path),
-            *(str(n) for n in (report.samples, report.objects)),
-            *(str(report.count(warnings=warnings)) for warnings in (False, True)),
-        )
-    yield "", files
+    columns = ("file", "#samples", "#objects", "#problems", "#warnings")
+    files = []
+    for each in reports:
+        findings = (each.count(warnings=False), each.count(warnings=True))
+        files.append([str(each.path), *map(str, (each.samples, each.objects, *findings))])
+    yield Table("", columns, files)
     if found := kinds(reports):
-        table = new_table("#times", "", "found")
-        for kind, warning, count in found:
-            table.add_row(str(count), "warning" if warning else "problem", kind)
-        yield "", table
+        names = ("problem", "warning")
+        rows = [[str(count), names[warning], kind] for kind, warning, count in found]
+        yield Table("", ("#times", "", "found"), rows)
 
 
 def show_conversion(conversion: "Conversion", title: str = "") -> None:
@@ -116,10 +122,10 @@ def show_conversion(conversion: "Conversion", title: str = "") -> None:
 
 def show_account(account: Account, rows: Sequence[tuple[int, str, str]], title: str = "") -> None:
     """What was changed or left out, below rows of a count, a thing, and what it became."""
-    table = new_table("#count", "what", "became", "the first")
-    for count, what, became in rows:
-        table.add_row(str(count), what, became)
-    for rule in Rule:
-        if count := account.counts[rule]:
-            table.add_row(str(count), rule.what, rule.done, plain(account.first[rule]))
-    print_tables([(title, table)])
+    cells = [[str(count), what, became] for count, what, became in rows]
+    cells += [
+        [str(count), rule.what, rule.done, account.first[rule]]
+        for rule in Rule
+        if (count := account.counts[rule])
+    ]
+    print_tables([Table(title, ("#count", "what", "became", "the first"), cells)])

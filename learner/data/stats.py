@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
 
 from learner.data.images import UnreadableImage
 from learner.data.jsonl import bounding_box
 from learner.data.lengths import SampleLengths
-from learner.data.show import new_table, plain
+from learner.data.show import Table
 from learner.runs.console import fraction
 from learner.stages.coords import decode_bin
 from learner.types import Sample
@@ -18,16 +17,14 @@ from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 
-# Sides of the squares that part small, medium and large objects in COCO's evaluation.
-COCO_SIDES = (32, 96)
 _IMAGE_SIZES = 5
 _NONE = "-"
 
 
 def stats_tables(
     samples: Sequence[Sample], lengths: SampleLengths | None, top: int
-) -> Iterator[tuple[str, Table]]:
-    """Tables with their titles, which may be empty; tokens where `lengths` are given.
+) -> Iterator[Table]:
+    """Counts of samples and objects; of tokens where `lengths` are given.
 
     top: how many descriptions are listed.
 
@@ -39,7 +36,7 @@ def stats_tables(
     boxes = _array(4, [bounding_box(item.shape) for item, _ in every]) * decode_bin(1)
     images = _array(2, [(sample.width, sample.height) for _, sample in every])
     sides = (boxes[:, 2:] - boxes[:, :2]) * images
-    totals = new_table("#samples", "#images", "#objects", "#boxes", "#polygons", "#no object")
+    columns = ["#samples", "#images", "#objects", "#boxes", "#polygons", "#no object"]
     counts = (
         len(samples),
         sum(len(sample.images) for sample in samples),
@@ -47,25 +44,27 @@ def stats_tables(
         kinds["bbox_2d"],
         kinds["poly"],
     )
-    totals.add_row(*map(str, counts), _of(int((objects == 0).sum()), len(samples)))
-    yield "", totals
+    without = _of(int((objects == 0).sum()), len(samples))
+    yield Table("", columns, [[*map(str, counts), without]])
     solid = sides[(sides > 0).all(axis=1)]
-    spreads = new_table("", "#min", "#median", "#mean", "#p95", "#max")
-    spreads.add_row("objects per sample", *_spread(objects))
-    spreads.add_row("box width, pixels", *_spread(sides[:, 0]))
-    spreads.add_row("box height, pixels", *_spread(sides[:, 1]))
-    spreads.add_row("box width / height", *_spread(solid[:, 0] / solid[:, 1]))
-    yield "", spreads
+    spreads = {
+        "objects per sample": objects,
+        "box width, pixels": sides[:, 0],
+        "box height, pixels": sides[:, 1],
+        "box width / height": solid[:, 0] / solid[:, 1],
+    }
+    rows = [[name, *_spread(values)] for name, values in spreads.items()]
+    yield Table("", ("", "#min", "#median", "#mean", "#p95", "#max"), rows)
     if every:
         descriptions = Counter(item.desc for item, _ in every)
-        table = new_table("#objects", "#share", "description")
-        yield f"{len(descriptions)} descriptions", _ranked(table, descriptions, top)
-        yield "Sizes as COCO parts them, of boxes", _sizes(sides.prod(axis=1))
+        columns = ["#objects", "#share", "description"]
+        yield Table(f"{len(descriptions)} descriptions", columns, _ranked(descriptions, top))
+        yield _sizes(sides.prod(axis=1))
     sizes = Counter(f"{sample.width}x{sample.height}" for sample in samples)
-    table = new_table("#samples", "#share", "pixels")
-    yield f"{len(sizes)} image sizes", _ranked(table, sizes, _IMAGE_SIZES)
+    columns = ["#samples", "#share", "pixels"]
+    yield Table(f"{len(sizes)} image sizes", columns, _ranked(sizes, _IMAGE_SIZES))
     if lengths is not None:
-        yield "Tokens of a sample", _tokens(samples, lengths)
+        yield _tokens(samples, lengths)
 
 
 def _array(columns: int, rows: Sequence[tuple[int, ...]]) -> FloatArray:
@@ -86,44 +85,40 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def _ranked(table: Table, counts: Counter[str], top: int) -> Table:
+def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
     listed = counts.most_common(top)
-    for name, count in listed:
-        table.add_row(str(count), fraction(count, counts.total()), plain(name))
     if rest := counts.total() - sum(count for _, count in listed):
-        others = f"({len(counts) - len(listed)} others)"
-        table.add_row(str(rest), fraction(rest, counts.total()), others)
-    return table
+        listed.append((f"({len(counts) - len(listed)} others)", rest))
+    return [[str(count), fraction(count, counts.total()), name] for name, count in listed]
 
 
 def _sizes(areas: FloatArray) -> Table:
-    small, large = COCO_SIDES
-    table = new_table("#objects", "#share", "size", "")
-    for name, bound, chosen in (
-        ("small", f"area < {small}^2 pixels", areas < small**2),
-        ("medium", "", (areas >= small**2) & (areas < large**2)),
-        ("large", f"area >= {large}^2 pixels", areas >= large**2),
-    ):
-        count = int(chosen.sum())
-        table.add_row(str(count), fraction(count, len(areas)), name, bound)
-    return table
+    small, large = 32, 96
+    chosen = {
+        ("small", f"area < {small}^2 pixels"): areas < small**2,
+        ("medium", ""): (areas >= small**2) & (areas < large**2),
+        ("large", f"area >= {large}^2 pixels"): areas >= large**2,
+    }
+    counts = {names: int(of_size.sum()) for names, of_size in chosen.items()}
+    rows = [[str(count), fraction(count, len(areas)), *names] for names, count in counts.items()]
+    title = "Sizes as COCO parts them, of boxes"
+    return Table(title, ("#objects", "#share", "size", ""), rows)
 
 
 def _tokens(samples: Sequence[Sample], lengths: SampleLengths) -> Table:
-    table = new_table("", "#p50", "#p95", "#max", "#limit", "#over it")
-
-    def add(name: str, values: FloatArray, limit: int | None) -> None:
-        numbers = (f"{v:.0f}" for v in np.percentile(values, (50, 95, 100)))
-        over = _NONE if limit is None else _of(int((values > limit).sum()), len(values))
-        table.add_row(name, *numbers, _NONE if limit is None else str(limit), over)
-
     target = _measured(lengths.target, samples)
     prompt = _measured(lengths.prompt, samples)
-    add("target", target, lengths.limits.answer)
-    add("images", _measured(lengths.images, samples), None)
-    add("prompt with images", prompt, None)
-    add("prompt and target", prompt + target, lengths.limits.pack)
-    return table
+    rows = []
+    for name, values, limit in (
+        ("target", target, lengths.limits.answer),
+        ("images", _measured(lengths.images, samples), None),
+        ("prompt with images", prompt, None),
+        ("prompt and target", prompt + target, lengths.limits.pack),
+    ):
+        numbers = (f"{v:.0f}" for v in np.percentile(values, (50, 95, 100)))
+        over = _NONE if limit is None else _of(int((values > limit).sum()), len(values))
+        rows.append([name, *numbers, _NONE if limit is None else str(limit), over])
+    return Table("Tokens of a sample", ("", "#p50", "#p95", "#max", "#limit", "#over it"), rows)
 
 
 def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> FloatArray:

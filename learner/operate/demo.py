@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
@@ -32,6 +31,7 @@ from learner.config.json_schema import schema_text
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
+from learner.data.show import Table, print_tables
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.models.toy_vision import Losses, pretrain_vision
@@ -145,7 +145,7 @@ def run_demo(
         demo.begin(f"Starting the rollout server (log: {log})")
         server.wait_until_healthy(SERVER_START_S)
         rows = _run_all(demo, config)
-    console.print(_table(demo, rows))
+    print_tables([_table(demo, rows)])
     _point_out(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
@@ -263,10 +263,7 @@ def _point_out(demo: Demo) -> None:
 
 
 def _table(demo: Demo, rows: list[Row]) -> Table:
-    table = Table(title=f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5")
     columns = COLUMNS[demo.world]
-    for column in ("", *columns):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, scores in rows:
-        table.add_row(name, *(shown(scores) for shown in columns.values()))
-    return table
+    cells = [[name, *(shown(scores) for shown in columns.values())] for name, scores in rows]
+    title = f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5"
+    return Table(title, ("", *(f"#{name}" for name in columns)), cells)

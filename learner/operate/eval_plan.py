@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.schema import Config, FullTuner, LoraTuner
-from learner.data.jsonl import DataProblem, strict_json
+from learner.data.lengths import read_json
 from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
@@ -26,10 +26,8 @@ from learner.training.input_checks import (
     read_data,
 )
 from learner.types import Sample
-from shared_contracts.adapters import weight_files
+from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError, ContractErrors
-
-ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -147,12 +145,7 @@ def _check_adapter(config: Config, folder: Path) -> None:
     if not isinstance(tuner, LoraTuner):
         found = f"{folder} is an adapter, and tuner.train_type of the config is {tuner.train_type}"
         raise ContractError("--checkpoint", found, do)
-    try:
-        made = strict_json((folder / ADAPTER).read_text(encoding="utf-8"), str(folder / ADAPTER))
-    except (OSError, UnicodeDecodeError, DataProblem) as error:
-        said = error.found if isinstance(error, DataProblem) else error
-        found = f"{folder / ADAPTER} cannot be read ({said})"
-        raise ContractError("--checkpoint", found, "Name another one") from error
+    made = read_json(folder / ADAPTER)
     values = {  # by the names of peft's file
         "lora_rank": (tuner.lora_rank, made.get("r")),
         "lora_alpha": (tuner.lora_alpha, made.get("lora_alpha")),

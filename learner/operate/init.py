@@ -35,16 +35,16 @@ from learner.data.formats import detect_format, read_other
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, print_tables, show_conversion, watch
-from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
+from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters
-from learner.operate.doctor.weights import stored_rows
+from learner.operate.doctor.weights import why_untrained
 from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.estimate.step import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
-from learner.training.checkpoint_checks import check_checkpoint, coordinate_ids, lengths_of_run
+from learner.training.checkpoint_checks import check_checkpoint, lengths_of_run
 from learner.types import Sample
 from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
@@ -159,7 +159,7 @@ def init(options: InitOptions, console: Console) -> None:
         if not has_tokens:
             model = part / MODEL
             describe_expanded(options.model, model)
-        why = _why_warmup(model) if has_tokens else "they are new"
+        why = why_untrained(model) if has_tokens else "they are new"
         if why is None:
             tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
         writer = Writer(options, part, model, len(samples), warmup=why is not None)
@@ -207,12 +207,6 @@ def _has_coordinate_tokens(model: Path) -> bool:
     except ContractError as error:
         raise ContractError("--model", error.found, error.do) from error
     return True
-
-
-def _why_warmup(model: Path) -> str | None:
-    """Why the coordinate tokens of a checkpoint look untrained; None where they do not."""
-    rows = stored_rows(model, coordinate_ids(model))
-    return next(filter(None, map(untrained, rows)), None)
 
 
 def as_data_file(option: str, source: Path, out: Path, part: Path, console: Console) -> list[Path]:

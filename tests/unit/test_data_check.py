@@ -99,13 +99,6 @@ def test_an_image_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     assert "mend its path" in finding.do
 
 
-def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -> None:
-    for name in ("a.gif", "a.tiff"):
-        Image.new("RGB", (64, 48)).save(tmp_path / name)
-        path = write_lines(tmp_path / "d.jsonl", line(name))
-        assert found(path) == [(1, "unreadable image", False)]
-
-
 def test_the_first_of_several_images_has_the_size_of_the_line(tmp_path: Path) -> None:
     paint(tmp_path / "a.png", (64, 48))
     paint(tmp_path / "b.png", (32, 20))

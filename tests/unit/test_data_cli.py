@@ -84,12 +84,6 @@ def test_a_check_of_files_loads_nothing_heavier_than_numpy(toy_data: ToyData) ->
     assert ended.heavy <= {"numpy"}
 
 
-def test_good_files_are_counted(terminal: Terminal, toy_data: ToyData) -> None:
-    ended = terminal.data("check", toy_data.train_jsonl, toy_data.val_jsonl)
-    assert (ended.code, ended.err) == (0, "")
-    assert [row[1] for row in words(ended.out)] == ["samples", "24", "4"]
-
-
 def test_problems_are_errors_in_three_parts_and_end_with_2(
     terminal: Terminal, tmp_path: Path
 ) -> None:
@@ -107,14 +101,6 @@ def test_problems_are_errors_in_three_parts_and_end_with_2(
         ["1", "problem", "not", "JSON"],
         ["1", "warning", "same", "image", "in", "one", "file"],
     ]
-
-
-def test_warnings_alone_end_with_0(terminal: Terminal, tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png"), line("a.png"))
-    ended = terminal.data("check", path)
-    assert ended.code == 0
-    assert ended.err.startswith(f"warning: {path}:2\n")
 
 
 def test_a_limit_cuts_what_is_told_not_what_is_counted(terminal: Terminal, tmp_path: Path) -> None:
@@ -155,23 +141,6 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
     assert terminal.refused(name) == ("--config", "no data file")
     beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
     assert beside == ("--config", "data files beside it")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("check", "none.jsonl"),
-        ("look", "none.jsonl"),
-        ("look", "none.jsonl", "--out", "pictures"),
-        ("convert", "--from", "coco", "none.jsonl", "o.jsonl"),
-    ],
-)
-def test_a_file_that_is_not_there_is_refused_and_nothing_written(
-    terminal: Terminal, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert terminal.refused(*arguments) == ("none.jsonl", "there is no such file")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
@@ -228,17 +197,6 @@ def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     out.write_text("kept")
     assert terminal.refused(*command, images) == ("OUT", f"{out} exists already")
     assert out.read_text() == "kept"
-
-
-def test_a_conversion_writes_nothing_where_no_image_is_left(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path
-) -> None:
-    out = tmp_path / "d.jsonl"
-    where, found = terminal.refused(
-        "convert", "--from", "coco", toy_data.coco_val, out, "--images", tmp_path
-    )
-    assert (where, found) == (str(out), "no image is left to write")
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("path", ["d.jsonl/x/y", "/proc/x/y", "n" * 300])

@@ -144,13 +144,6 @@ def test_an_answer_without_objects_is_a_sample_without_objects(folder: Path) -> 
     assert [record["objects"] for record in conversion.records] == [[]]
 
 
-def test_a_broken_line_is_refused_with_its_place(folder: Path) -> None:
-    file = write_lines(folder / "broken.jsonl", {"image": "a.png", "objects": []}, "{")
-    with pytest.raises(ContractError) as caught:
-        read_conversations(file, folder, None, None)
-    assert caught.value.where == f"{file}:2"
-
-
 SMALL, LARGE = (300, 200), (3000, 2000)
 
 

@@ -433,13 +433,3 @@ def test_options_that_a_conversion_does_not_take_are_refused(
 ) -> None:
     ((found, _),) = refused(*options, tmp_path / "in", tmp_path / "out")
     assert found == where
-
-
-@pytest.mark.parametrize("form", ["yolo", "voc"])
-def test_a_folder_that_is_not_empty_is_kept(form: str, tmp_path: Path) -> None:
-    paint(tmp_path / "a.png")
-    source = write_lines(tmp_path / "d.jsonl", line("a.png"))
-    before = sorted(tmp_path.iterdir())
-    ((_, found),) = refused("--to", form, source, tmp_path)
-    assert found == "it exists already and is not an empty directory"
-    assert sorted(tmp_path.iterdir()) == before

@@ -2,7 +2,6 @@
 
 import json
 import math
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +159,6 @@ def test_a_box_is_clipped_or_that_of_the_mask(
     assert list(conversion.account.counts) == rules
 
 
-@pytest.mark.req("RES-20")
-def test_two_forms_of_a_name_are_one_description(folder: Path) -> None:
-    forms = [unicodedata.normalize(form, "café") for form in ("NFD", "NFC")]
-    categories = [{"id": 17, "name": forms[0]}, {"id": 18, "name": forms[1]}]
-    conversion = converted(folder, GOOD, GOOD | {"id": 8, "category_id": 17}, categories=categories)
-    (record,) = conversion.records
-    assert [o["desc"] for o in record["objects"]] == ["caf\u00e9"]
-    assert conversion.account.counts == {Rule.DUPLICATE: 1}
-
-
 def test_what_is_left_out_is_neither_clipped_nor_a_box_taken(folder: Path) -> None:
     annotations = [cat(-64, 48, 128, 240, id=n) for n in (1, 2)]
     conversion = converted(folder, *annotations, cat(1, 1, 0, 9), geometry="poly")
@@ -234,6 +223,8 @@ def test_an_image_without_objects_is_kept_unless_it_is_to_be_skipped(folder: Pat
     assert kept.account.counts == {Rule.EMPTY_IMAGE: 1}
     skipped = converted(folder, skip_empty=True)
     assert (skipped.records, skipped.account.counts) == ([], {Rule.SKIPPED_IMAGE: 1})
+    with pytest.raises(ContractError, match="no image is left to write"):
+        write_records(skipped, folder / "none.jsonl")
 
 
 @pytest.mark.parametrize(

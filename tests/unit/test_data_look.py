@@ -11,21 +11,14 @@ from PIL import Image
 
 from learner.data.jsonl import read_samples
 from learner.data.look import (
-    PALETTE,
     colour_of,
     picture_name,
     sample_subset,
-    samples_of_lines,
     write_page,
 )
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
-
-
-def test_a_description_keeps_its_colour() -> None:
-    assert colour_of("cat") == colour_of("cat")
-    assert {colour_of(f"thing {n}") for n in range(100)} == set(PALETTE)
 
 
 @pytest.fixture
@@ -47,13 +40,6 @@ def test_a_seed_chooses_the_same_samples_in_the_order_of_the_file(samples: list[
     assert chosen == names(sample_subset(samples, 4, seed=1)) == sorted(set(chosen))
     assert len({tuple(names(sample_subset(samples, 4, seed))) for seed in range(9)}) > 1
     assert names(sample_subset(samples, 99, seed=0)) == list(range(1, 11))
-
-
-def test_lines_are_chosen_as_they_are_asked_for(samples: list[Sample]) -> None:
-    assert names(samples_of_lines(samples, "7, 2,7")) == [7, 2]
-    for wrong in ("0", "11", "x", ""):
-        with pytest.raises(ContractError, match=f"there is no line '{wrong}'"):
-            samples_of_lines(samples, f"2,{wrong}")
 
 
 class _Page(HTMLParser):

@@ -165,6 +165,20 @@ def test_the_example_of_an_env_file_has_every_required_variable() -> None:
     assert set(given["COMPOSE_PROFILES"].split(",")) <= {"gpu", "cpu", "monitoring"}
 
 
+def test_the_image_installs_hashed_packages_from_files_in_the_build_context() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    installs = re.findall(r"-m pip \S+ \S+ (?:install|wheel)(?:[^\n]*\\\n)*[^\n]*", text)
+    assert len(installs) == 3
+    assert all("--require-hashes" in words or "--no-index" in words for words in installs)
+    allowed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
+    names = [name for line in copied for name in line.replace("${EXTRA}", "cpu").split()]
+    assert "requirements/cpu.txt" in names
+    assert [n for n in names if f"!{n}" not in allowed or not (ROOT / n).exists()] == []
+    assert "*" in allowed
+    assert re.search(r"^ARG UID=[1-9]\d+$", text, re.MULTILINE)
+
+
 # --- Kubernetes ---------------------------------------------------------------------------
 
 
@@ -193,6 +207,17 @@ def test_the_pods_of_the_manifest_do_what_the_containers_of_the_compose_file_do(
     assert [*secret["stringData"].values()] == [""], "an empty token is refused"
     (rule,) = job["spec"]["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    for pod, container in ((server, serve), (learner, train)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        assert Path(token).is_relative_to(mounts["token"]["mountPath"])
+        assert mounts["data"].get("readOnly", False) == (pod is server)
 
 
 # --- The health check ---------------------------------------------------------------------
@@ -248,6 +273,22 @@ def start_words(unit: Path) -> list[str]:
     values = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
     filled = re.sub(r"\$\{(\w+)\}", lambda match: values[match[1]], line)
     return shlex.split(filled.replace("%d", "/run/credentials"))
+
+
+@pytest.mark.parametrize("unit", [SERVER_UNIT, LEARNER_UNIT], ids=lambda unit: unit.stem)
+def test_a_unit_is_unprivileged_and_not_restarted_after_bad_input(unit: Path) -> None:
+    settings = settings_of(unit)
+    wanted = {
+        "User": "rollmatch",
+        "Restart": "on-failure",
+        "RestartPreventExitStatus": str(BAD_INPUT),
+        "KillMode": "mixed",
+        "NoNewPrivileges": "yes",
+        "CapabilityBoundingSet": "",
+        "LoadCredential": "rollout_server_token:/etc/rollmatch/token",
+    }
+    assert {key: settings[key] for key in wanted} == {k: [v] for k, v in wanted.items()}
+    assert settings["Type"] == ["exec"], "the programs do not notify systemd"
 
 
 @pytest.mark.req("RES-29")

@@ -189,7 +189,7 @@ def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
     )
     found = Scored.of([ScoredAnswer.scored(assessed, 256)], data, polygons=False)
     assert found.scores.f1 == 1.0
-    assert [row.name for row in found.breakdown.descriptions] == ["B\u00fcro-Caf\u00e9"]
+    assert [row["name"] for row in found.breakdown["descriptions"]] == ["B\u00fcro-Caf\u00e9"]
     assert [c["name"] for c in found.files.ground_truth["categories"]] == ["B\u00fcro-Caf\u00e9"]
     assert found.detected["bbox"].objects.ap == pytest.approx(1)
     other = GroundTruthObject(unicodedata.normalize("NFD", "café"), CAT.shape)

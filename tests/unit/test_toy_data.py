@@ -14,8 +14,6 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from learner.commands.toy import toy_app
-from learner.data.coco import to_coco
 from learner.data.jsonl import bounding_box, read_samples
 from learner.data.toy import ToyData, make_data
 from learner.data.toy_scenes import (
@@ -26,7 +24,6 @@ from learner.data.toy_scenes import (
     SceneObject,
     make_scene,
 )
-from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 
 
@@ -144,28 +141,6 @@ def test_pycocotools_reads_the_export_of_polygons(poly_toy: ToyData) -> None:
         assert coco.annToMask(annotation).sum() == pytest.approx(width * height / 2, rel=0.1)
         (flat,) = annotation["segmentation"]
         assert (min(flat[0::2]), min(flat[1::2])) == pytest.approx((x, y))
-
-
-def test_the_command_makes_polygons_when_it_is_told_to(tmp_path: Path, poly_toy: ToyData) -> None:
-    sizes = ["--train", "30", "--val", "20"]
-    made = tmp_path / "made"
-    toy_app(["make-data", "--out", str(made), *sizes, "--polygons"], standalone_mode=False)
-    assert contents(made) == contents(poly_toy.train_jsonl.parent)
-
-
-@pytest.mark.req("DATA-02")
-def test_coco_boxes_are_pixels_of_the_original_image() -> None:
-    shape = Shape("bbox_2d", (0, 333, 999, 666))
-    sample = Sample("s", (Path("/data/a.png"),), 300, 90, (GroundTruthObject("cat", shape),))
-    exported = to_coco([sample], Path("/data"))
-    assert exported["images"][0]["file_name"] == "a.png"
-    assert exported["annotations"][0]["bbox"] == pytest.approx([0, 30, 300, 30])
-    assert exported["annotations"][0]["area"] == pytest.approx(9000)
-
-
-def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
-    sample = Sample("s", (Path("/other/a.png"),), 10, 10, ())
-    assert to_coco([sample], Path("/data"))["images"][0]["file_name"] == "/other/a.png"
 
 
 def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """The parts of an evaluation: by description, IoU and size, and the confused descriptions.
 
-ScoredAnswer -> Breakdown    `breakdown` in `scores.json`, and the tables of the page
+ScoredAnswer -> breakdown    `breakdown` in `scores.json`, and the tables of the page
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -22,110 +21,47 @@ from learner.types import normalized
 SIZES = {"small": 32**2, "medium": 96**2, "large": inf}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Counts of some of the objects. A score is None where it would divide by zero."""
-
-    hits: int
-    predicted: int
-    ground_truths: int
-
-    @property
-    def precision(self) -> float | None:
-        return self.hits / self.predicted if self.predicted else None
-
-    @property
-    def recall(self) -> float | None:
-        return self.hits / self.ground_truths if self.ground_truths else None
-
-    @property
-    def f1(self) -> float | None:
-        both = self.predicted + self.ground_truths
-        return 2 * self.hits / both if both else None
-
-    def numbers(self) -> dict[str, Any]:
-        """Counts and scores, for JSON."""
-        scores = {name: getattr(self, name) for name in ("precision", "recall", "f1")}
-        return {**asdict(self), **scores}
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfDescription(Counts):
-    """f1_95: with hits from IoU 0.95. f1_miou: the mean over `IOU_THRESHOLDS`.
+def breakdown(
+    answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
+) -> dict[str, list[Row]]:
+    """The rows of each part, for JSON. A score is None where it would divide by zero.
 
-    ap, ap50: COCO's AP of its boxes; None without ground truth.
+    descriptions: by name. f1_95: with hits from IoU 0.95. f1_miou: the mean over
+    `IOU_THRESHOLDS`. ap, ap50: COCO's AP of boxes; None without ground truth.
+    thresholds: all objects, with hits from IoU 0.50 to 0.95.
+    sizes: small, medium and large ground truths, the predictions that hit them, and other
+    predictions of the size.
+    confusion: every pair of descriptions, the most frequent first. truth: None for predictions
+    where no object is. predicted: None for missed objects. Pairs of equal names are the hits; the
+    others are paired by place alone. Every ground truth and every judged prediction is in one
+    pair.
+
+    categories: the AP of each description by boxes, as in `Detected`.
     """
-
-    name: str
-    f1_95: float
-    f1_miou: float
-    ap: float | None
-    ap50: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtThreshold(Counts):
-    """All objects, with hits from this IoU."""
-
-    iou: float
+    confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
+    pairs = sorted(confusion.items(), key=_rank)
+    return {
+        "descriptions": list(_descriptions(answers, confusion, categories)),
+        "thresholds": list(_thresholds(answers)),
+        "sizes": list(_sizes(answers)),
+        "confusion": [{"truth": t, "predicted": p, "count": count} for (t, p), count in pairs],
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfSize(Counts):
-    """Ground truths of a size, the predictions that hit them, and other predictions of the size."""
-
-    size: str
-
-
-@dataclass(frozen=True)
-class Confused:
-    """count: objects of the description `truth` that were predicted as `predicted`.
-
-    truth: None for predictions where no object is. predicted: None for missed objects.
-    """
-
-    truth: str | None
-    predicted: str | None
-    count: int
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """descriptions: by name. thresholds: 0.50 to 0.95. sizes: small, medium, large.
-
-    confusion: every pair, the most frequent first. Pairs of equal names are the hits; the others
-    are paired by place alone. Every ground truth and every judged prediction is in one pair.
-    """
-
-    descriptions: tuple[OfDescription, ...]
-    thresholds: tuple[AtThreshold, ...]
-    sizes: tuple[OfSize, ...]
-    confusion: tuple[Confused, ...]
-
-    @classmethod
-    def of(
-        cls, answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
-    ) -> "Breakdown":
-        """categories: the AP of each description by boxes, as in `Detected`."""
-        confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
-        return cls(
-            tuple(_descriptions(answers, confusion, categories)),
-            tuple(_thresholds(answers)),
-            tuple(_sizes(answers)),
-            tuple(Confused(*pair, count) for pair, count in sorted(confusion.items(), key=_rank)),
-        )
-
-    def worst(self, count: int) -> list[OfDescription]:
-        """Annotated descriptions with the lowest F1; of equal ones the frequent ones first."""
-        annotated = [each for each in self.descriptions if each.ground_truths]
-        return sorted(annotated, key=lambda each: (each.f1, -each.ground_truths, each.name))[:count]
-
-    def numbers(self) -> dict[str, Any]:
-        """For JSON."""
-        parts = {"descriptions": self.descriptions, "thresholds": self.thresholds}
-        counts = {name: [each.numbers() for each in rows] for name, rows in parts.items()}
-        sizes = [each.numbers() for each in self.sizes]
-        return {**counts, "sizes": sizes, "confusion": [asdict(each) for each in self.confusion]}
+def _counts(hits: int, predicted: int, ground_truths: int) -> Row:
+    """Counts of some of the objects, and their scores."""
+    both = predicted + ground_truths
+    return {
+        "hits": hits,
+        "predicted": predicted,
+        "ground_truths": ground_truths,
+        "precision": hits / predicted if predicted else None,
+        "recall": hits / ground_truths if ground_truths else None,
+        "f1": 2 * hits / both if both else None,
+    }
 
 
 NamedPair = tuple[str | None, str | None]
@@ -149,7 +85,7 @@ def _descriptions(
     answers: Sequence[ScoredAnswer],
     confusion: Counter[NamedPair],
     categories: Iterable[CategoryPrecision],
-) -> Iterator[OfDescription]:
+) -> Iterator[Row]:
     precise = {category.name: category for category in categories}
     truths, predicted = Counter[str](), Counter[str]()
     for (truth, answered), count in confusion.items():
@@ -163,27 +99,25 @@ def _descriptions(
             hits_at[name] = hits_at.get(name, 0) + np.array(counts, dtype=float)
     for name in sorted({*truths, *predicted}):
         f1 = 2 * hits_at.get(name, np.zeros(len(IOU_THRESHOLDS))) / (predicted[name] + truths[name])
-        yield OfDescription(
-            name=name,
-            hits=confusion[name, name],
-            predicted=predicted[name],
-            ground_truths=truths[name],
-            f1_95=float(f1[-1]),
-            f1_miou=float(f1.mean()),
-            ap=precise[name].ap,
-            ap50=precise[name].ap50,
-        )
+        yield {
+            "name": name,
+            **_counts(confusion[name, name], predicted[name], truths[name]),
+            "f1_95": float(f1[-1]),
+            "f1_miou": float(f1.mean()),
+            "ap": precise[name].ap,
+            "ap50": precise[name].ap50,
+        }
 
 
-def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
+def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[Row]:
     predicted = sum(answer.counted for answer in answers)
     truths = sum(len(answer.ground_truth) for answer in answers)
     for place, iou in enumerate(IOU_THRESHOLDS):
         hits = sum(answer.hits_at[place] for answer in answers)
-        yield AtThreshold(iou=iou, hits=hits, predicted=predicted, ground_truths=truths)
+        yield {"iou": iou, **_counts(hits, predicted, truths)}
 
 
-def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
+def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[Row]:
     truths, predicted, hits = Counter[str](), Counter[str](), Counter[str]()
     for answer in answers:
         sizes = [_size(item, answer) for item in answer.ground_truth]
@@ -194,8 +128,7 @@ def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
             if p not in answer.match.unjudged:
                 predicted[hit.get(p) or _size(item, answer)] += 1
     for size in SIZES:
-        counts = {"predicted": predicted[size], "ground_truths": truths[size]}
-        yield OfSize(size=size, hits=hits[size], **counts)
+        yield {"size": size, **_counts(hits[size], predicted[size], truths[size])}
 
 
 def _size(item: LoggedObject, answer: LoggedAnswer) -> str:

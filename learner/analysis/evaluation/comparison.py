@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
 
 from learner.analysis.evaluation.folder import ANSWERS, read_answers
 from learner.analysis.evaluation.scores import ScoredAnswer
-from learner.data.show import new_table
+from learner.data.show import Table
 from learner.runs.run_folder import EVALUATIONS
 from shared_contracts.errors import ContractError
 
@@ -181,10 +180,11 @@ SCORES: dict[str, Callable[[Totals], Array]] = {
 
 def comparison_table(found: Comparison) -> Table:
     """A row for each score; a star where the interval does not hold 0."""
-    table = new_table("", "#first", "#second", "#difference", "#95 % interval", "")
+    rows = []
     for each in found.scores:
         interval = f"{each.low:+.3f} .. {each.high:+.3f}"
         star = "*" if each.low > 0 or each.high < 0 else ""
         values = (f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}")
-        table.add_row(each.name, *values, interval, star)
-    return table
+        rows.append([each.name, *values, interval, star])
+    title = f"{found.samples} samples; difference: second - first"
+    return Table(title, ("", "#first", "#second", "#difference", "#95 % interval", ""), rows)

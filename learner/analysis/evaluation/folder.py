@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from learner.analysis.evaluation.breakdown import Breakdown
+from learner.analysis.evaluation.breakdown import breakdown
 from learner.analysis.evaluation.detections import (
     CocoFiles,
     Detected,
@@ -56,7 +56,7 @@ class Scored:
     scores: Scores
     files: CocoFiles
     detected: dict[Overlap, Detected]
-    breakdown: Breakdown
+    breakdown: dict[str, list[dict[str, Any]]]
 
     @classmethod
     def of(cls, answers: Iterable[ScoredAnswer], data: Path, *, polygons: bool) -> "Scored":
@@ -64,8 +64,8 @@ class Scored:
         in_order = sorted(answers, key=data_order)
         files = CocoFiles.of(in_order, data.parent, polygons=polygons)
         detected = detect(files)
-        breakdown = Breakdown.of(in_order, detected["bbox"].categories)
-        return cls(in_order, Scores.of(in_order), files, detected, breakdown)
+        parts = breakdown(in_order, detected["bbox"].categories)
+        return cls(in_order, Scores.of(in_order), files, detected, parts)
 
     def numbers(self) -> dict[str, Any]:
         """For `scores.json`; null without ground truth."""
@@ -84,7 +84,7 @@ class Scored:
             "ranked_by": self.files.ranked_by,
             "protocol": self.files.protocol,
             "coco": {kind: asdict(detected) for kind, detected in self.detected.items()},
-            "breakdown": self.breakdown.numbers(),
+            "breakdown": self.breakdown,
         }
 
 

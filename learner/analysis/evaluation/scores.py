@@ -249,16 +249,13 @@ def evaluate(
         record, notes = policy.take_notes(evaluating=True)
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
-    assess_one = partial(
-        assess_by_name,
-        tokenizer=tokenizer,
-        allow_poly=allow_poly,
-        resolution=resolution,
-        answers=answers,
+    assessed = (
+        assess_by_name(
+            *pair, tokenizer, allow_poly=allow_poly, resolution=resolution, answers=answers
+        )
+        for pair in zip(samples, outputs, strict=True)
     )
-    pairs = zip(samples, outputs, strict=True)
-    scored = [ScoredAnswer.scored(assess_one(*pair), resolution) for pair in pairs]
-    return Evaluation(scored, notes)
+    return Evaluation([ScoredAnswer.scored(each, resolution) for each in assessed], notes)
 
 
 def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The result of a replay for a terminal: a step, a difference, the story of one answer."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -9,20 +10,20 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
-from learner.analysis.replay.compare import NOTHING, STAGES, Difference, Replayed
-from learner.analysis.replay.rebuild import listed
+from learner.analysis.replay.compare import NOTHING, STAGES, Difference, compare
+from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, StepLog, listed
 from learner.analysis.report.answers import faults_of
-from learner.data.show import new_table, plain
+from learner.data.show import Table, plain, print_tables
 from learner.runs.console import counted
 from learner.runs.declared import DROPS
 from learner.runs.rollout_log import LoggedTarget, StepAnswer
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import AssessedRollout, Role, Shape, Target
-
-Titled = tuple[str, Table]
+from shared_contracts.errors import ContractError
 
 _STYLES = {
     Role.MATCHED_STRUCTURE: "green",
@@ -37,47 +38,108 @@ _STYLES = {
 _STEPS = 20
 
 
-def story(answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer) -> Iterator[Titled]:
-    """All that became of one answer, as tables under their titles."""
-    yield f"Sample {answer.sample_id}", _facts(answer)
-    yield "Answer", _rows(("", decode_exactly(tokenizer, answer.response_token_ids)))
-    yield "Objects of the answer", _objects(assessed)
-    yield "Ground truth", _truths(assessed)
+def replay_step(step: LoggedStep, stories: Sequence[StepAnswer], rebuilder: Rebuilder) -> bool:
+    """Rebuild a step and print what differs; True if nothing does.
+
+    stories: answers of which everything is printed.
+    """
+    replayed = compare(step, rebuilder)
+    tables = list[Table]()
+    for answer in stories:
+        tables += _story(answer, replayed.assessed(answer), rebuilder.tokenizer)
+    rows = [
+        [stage, str(result.compared), str(len(result.differences))]
+        if (result := replayed.stages.get(stage))
+        else [stage, "not compared", ""]
+        for stage in STAGES
+    ]
+    answers, processes = counted(len(step.answers), "answer"), counted(len(step.ranks), "process")
+    title = f"Step {step.step}: {answers}, {processes}"
+    tables.append(Table(title, ("stage", "#compared", "#different"), rows))
+    verdict = f"Identical: all answers of step {step.step} are rebuilt bit for bit."
+    if replayed.first is not None:
+        tables.append(_difference(replayed.first))
+        verdict = f"Different: step {step.step} is not rebuilt as it was logged."
+    print_tables(tables)
+    print(f"\n{verdict}")
+    return replayed.first is None
+
+
+def replay_all(log: StepLog, rebuilder: Rebuilder) -> bool:
+    """Rebuild every step and print those that differ; True if none does.
+
+    A step that cannot be read is noted and left out. Raises its ContractError if no step can.
+    """
+    bar = Console(stderr=True)
+    first: Difference | None = None
+    differing, identical, refused = list[list[str]](), list[int](), list[ContractError]()
+    steps = track(log.steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal)
+    for step in steps:
+        try:
+            found = compare(log.step(step), rebuilder).first
+        except ContractError as error:
+            refused.append(error)
+            print(f"note: step {step} is left out: {error}", file=sys.stderr)
+            continue
+        first = first or found
+        if found is None:
+            identical.append(step)
+        else:
+            differing.append([str(step), "different", f"{found.field}, {_about(found)}"])
+    count = len(differing) + len(identical)
+    if not count:
+        raise refused[0]
+    rows = differing[:_STEPS]
+    if identical:
+        rows.append([listed(identical), "identical", ""])
+    tables = [Table(counted(count, "step"), ("steps", "verdict", "first difference"), rows)]
+    without = f" ({len(refused)} could not be read)" if refused else ""
+    verdict = f"Identical: all {counted(count, 'step')}{without} are rebuilt bit for bit."
+    if first is not None:
+        tables.append(_difference(first))
+        verdict = f"Different: {len(differing)} of {count} steps{without}."
+    print_tables(tables)
+    print(f"\n{verdict}")
+    return first is None
+
+
+def _story(answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer) -> Iterator[Table]:
+    """All that became of one answer."""
+    yield _named(f"Sample {answer.sample_id}", *_facts(answer))
+    yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
+    yield _objects(assessed)
+    yield _truths(assessed)
+    title = "What is taught"
     if assessed.target is None:
         left_out = f"nothing, the answer is left out: {assessed.left_out}"
-        yield "What is taught", _rows(("", left_out))
+        yield _named(title, ("", left_out))
     else:
-        yield "What is taught", _target(assessed.target, answer, tokenizer)
+        yield _named(title, *_target(assessed.target, answer, tokenizer))
 
 
-def _rows(*rows: tuple[str, object]) -> Table:
+NamedValue = tuple[str, str | Text]
+
+
+def _named(title: str, *rows: NamedValue) -> Table:
     """Names and values, without a head."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value if isinstance(value, Text) else plain(value))
-    return table
+    return Table(title, ("", ""), rows)
 
 
-def _facts(answer: StepAnswer) -> Table:
+def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
     segment, reward = answer.segment, answer.reward
-    parts = "" if reward is None else " ".join(f"{k} {v:.4f}" for k, v in reward._asdict().items())
-    return _rows(
-        *(("image", image) for image in answer.images),
-        ("requested", f"by process {answer.rank}, chunk {answer.chunk}, seed {answer.seed}"),
-        ("weights", "version {} at its start, {} at its end".format(*answer.weights_version)),
-        ("length", f"{len(answer.response_token_ids)} tokens, ended by {answer.finish_reason}"),
-        ("faults", ", ".join(faults_of(answer)) or "none"),
-        ("segment", f"{segment.length} tokens, in pack {segment.pack}" if segment else "none"),
-        *([("reward", parts)] if parts else []),
-    )
+    yield from (("image", str(image)) for image in answer.images)
+    yield "requested", f"by process {answer.rank}, chunk {answer.chunk}, seed {answer.seed}"
+    yield "weights", "version {} at its start, {} at its end".format(*answer.weights_version)
+    yield "length", f"{len(answer.response_token_ids)} tokens, ended by {answer.finish_reason}"
+    yield "faults", ", ".join(faults_of(answer)) or "none"
+    yield "segment", f"{segment.length} tokens, in pack {segment.pack}" if segment else "none"
+    if reward is not None:
+        yield "reward", " ".join(f"{key} {value:.4f}" for key, value in reward._asdict().items())
 
 
 def _objects(assessed: AssessedRollout) -> Table:
     parsed, match = assessed.parsed, assessed.match
-    table = new_table("key", "description", "bins", "result")
-    matched = dict(match.pairs)
+    rows, matched = list[list[str | Text]](), dict(match.pairs)
     for place, found in enumerate(parsed.objects):
         if place in matched:
             iou = match.mask_iou[place, matched[place]]
@@ -85,20 +147,20 @@ def _objects(assessed: AssessedRollout) -> Table:
         else:
             best = np.nanmax(match.mask_iou[place], initial=0.0)
             result = Text(f"not matched, IoU {best:.2f} at most", "red")
-        table.add_row(plain(found.key), plain(found.desc), _bins(found.shape), result)
+        rows.append([found.key, found.desc, _bins(found.shape), result])
     for duplicate in assessed.duplicates or ():
         found = duplicate.found
         result = Text("removed, repeats an earlier object", "yellow")
-        table.add_row(plain(found.key), plain(found.desc), _bins(found.shape), result)
+        rows.append([found.key, found.desc, _bins(found.shape), result])
     for key, reason in parsed.dropped:
         result = Text(f"dropped, {reason}: {DROPS[reason]}", "yellow")
-        table.add_row(plain(key), "", "", result)
-    return table
+        rows.append([key, "", "", result])
+    return Table("Objects of the answer", ("key", "description", "bins", "result"), rows)
 
 
 def _truths(assessed: AssessedRollout) -> Table:
     match, target = assessed.match, assessed.target
-    table = new_table("#", "description", "bins", "result")
+    rows = list[list[str | Text]]()
     finders = {j: assessed.parsed.objects[i].key for i, j in match.pairs}
     keys = iter(target.fn_keys if target else ())
     for place, truth in enumerate(assessed.sample.objects):
@@ -107,8 +169,8 @@ def _truths(assessed: AssessedRollout) -> Table:
         else:
             key = next(keys, None)
             result = Text("missed" + (f", appended as {key}" if key else ""), "bold blue")
-        table.add_row(str(place + 1), plain(truth.desc), _bins(truth.shape), result)
-    return table
+        rows.append([str(place + 1), truth.desc, _bins(truth.shape), result])
+    return Table("Ground truth", ("#", "description", "bins", "result"), rows)
 
 
 def _bins(shape: Shape) -> str:
@@ -116,7 +178,7 @@ def _bins(shape: Shape) -> str:
     return name + " ".join(map(str, shape.coords))
 
 
-def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Table:
+def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterator[NamedValue]:
     """The text of a target coloured by role, and the end of the answer that it does not keep."""
     kept = LoggedTarget.of(target, answer.response_token_ids).kept
     cut = plain(decode_exactly(tokenizer, answer.response_token_ids[kept:]))
@@ -132,77 +194,30 @@ def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Table:
         Text(f"{count} {role.name.lower().replace('_', ' ')}", _STYLES[role])
         for role, count in sorted(counts.items())
     )
-    return _rows(
-        ("length", f"{len(target.token_ids)} tokens; the first {kept} are the answer's"),
-        ("text", text),
-        ("cut off", cut),
-        ("roles", Text(", ").join(legend)),
-        ("departures", f"{len(target.departures)} tokens of removed duplicates"),
-    )
+    yield "length", f"{len(target.token_ids)} tokens; the first {kept} are the answer's"
+    yield "text", text
+    yield "cut off", cut
+    yield "roles", Text(", ").join(legend)
+    yield "departures", f"{len(target.departures)} tokens of removed duplicates"
 
 
-def step_table(replayed: Replayed) -> Titled:
-    """What was compared at each stage, and how much of it differs."""
-    table = new_table("stage", "#compared", "#different")
-    for stage in STAGES:
-        if result := replayed.stages.get(stage):
-            table.add_row(stage, str(result.compared), str(len(result.differences)))
-        else:
-            table.add_row(stage, "not compared", "")
-    step = replayed.logged
-    processes, answers = counted(len(step.ranks), "process"), counted(len(step.answers), "answer")
-    return f"Step {step.step}: {answers}, {processes}", table
-
-
-def steps_table(differences: Mapping[int, str]) -> Titled:
-    """A line for each differing step, and one for all identical steps.
-
-    differences: of each step, in words; empty for an identical one.
-    """
-    table = new_table("steps", "verdict", "first difference")
-    different = [step for step, text in differences.items() if text]
-    identical = [step for step, text in differences.items() if not text]
-    for step in different[:_STEPS]:
-        table.add_row(str(step), "different", plain(differences[step]))
-    if identical:
-        table.add_row(listed(identical), "identical", "")
-    return counted(len(differences), "step"), table
-
-
-def difference_table(difference: Difference) -> Titled:
+def _difference(difference: Difference) -> Table:
     """Where a step first differs, and both values."""
     logged, rebuilt, _, answer = difference.values
-    rows = [
+    rows = [("field", difference.field)] + [
         (name, "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False))
         for name, value in (("logged", logged), ("rebuilt", rebuilt))
     ]
     if answer is not None:
         rows.append(("see", f"--step {answer.step} --sample {answer.sample_id}"))
-    title = f"First difference: {difference.stage}, {about(difference)}"
-    return title, _rows(("field", difference.field), *rows)
+    return _named(f"First difference: {difference.stage}, {_about(difference)}", *rows)
 
 
-def about(difference: Difference) -> str:
+def _about(difference: Difference) -> str:
     """The sample and the process of a difference."""
     rank, answer = difference.values.rank, difference.values.answer
     process = "all processes" if rank is None else f"process {rank}"
     return process if answer is None else f"sample {answer.sample_id} of {process}"
-
-
-def verdict(replayed: Replayed) -> str:
-    """In a sentence."""
-    step = replayed.logged.step
-    if replayed.first is not None:
-        return f"Different: step {step} is not rebuilt as it was logged."
-    return f"Identical: all answers of step {step} are rebuilt bit for bit."
-
-
-def verdict_on_all(differences: Sequence[str], unread: int) -> str:
-    """In a sentence. differences: of each step; empty for an identical one."""
-    without = f" ({unread} could not be read)" if unread else ""
-    if different := sum(map(bool, differences)):
-        return f"Different: {different} of {len(differences)} steps{without}."
-    return f"Identical: all {counted(len(differences), 'step')}{without} are rebuilt bit for bit."
 
 
 def notes_on(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""`report.html` of an evaluation: its scores as tables, and its answers as pictures."""
+"""`report.html` of an evaluation: its scores as tables, and its answers as pictures.
+
+`learner eval` prints the same tables.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,8 +9,9 @@ from typing import Any
 
 from learner.analysis.report.answers import sample_answers
 from learner.analysis.report.gallery import gallery
-from learner.analysis.report.page import Section, Table, Tile, asset, publish_page
+from learner.analysis.report.page import Section, Tile, asset, publish_page
 from learner.config.rollout_matching import MatchingConfig
+from learner.data.show import Table
 from learner.runs.console import counted, fraction, score
 from learner.runs.rollout_log import LoggedAnswer
 
@@ -30,7 +34,7 @@ def write_gallery(
         "title": "Evaluation",
         "state": _state(numbers),
         "finished": False,
-        "tiles": _tiles(numbers),
+        "tiles": tiles(numbers),
         "findings": [],
         "facts": facts,
         "sections": list(_sections(numbers)),
@@ -41,19 +45,13 @@ def write_gallery(
     publish_page(out, [asset("gallery.js"), asset("sort.js")], values)
 
 
-def precision_title(protocol: str, ranked_by: str) -> str:
-    """Title of a table of average precision. protocol, ranked_by: as in `scores.json`."""
-    by = "ranked by confidence" if ranked_by == "confidence" else "every detection has the score 1"
-    return f"{protocol.upper()}'s average precision; {by}"
-
-
 def _state(numbers: Numbers) -> str:
     answers = counted(numbers["answers"]["count"], "answer")
     least = numbers["iou_threshold"]
     return f"{answers}; a hit has an IoU of at least {least} and the right description."
 
 
-def _tiles(numbers: Numbers) -> list[Tile]:
+def tiles(numbers: Numbers) -> list[Tile]:
     scores, boxes = numbers["scores"], numbers["coco"]["bbox"]["objects"]
     protocol = numbers["protocol"].upper()
     return [
@@ -72,41 +70,57 @@ def _tiles(numbers: Numbers) -> list[Tile]:
 _SCORES = ("f1", "precision", "recall")
 _COUNTS = ("hits", "predicted", "ground_truths")
 _OF_DESCRIPTION = ("f1_miou", "f1_95", "ap", "ap50")
-_OF_DETECTIONS = ("ap", "ap50", "ap75", "ar")
+_OF_DETECTIONS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar")
 
 
 def _sections(numbers: Numbers) -> Iterator[Section]:
     parts = numbers["breakdown"]
-    # By F1, frequent ones first where it is equal.
-    by_f1 = sorted(parts["descriptions"], key=lambda each: (each["f1"], -each["ground_truths"]))
-    shown = by_f1[:MOST_DESCRIPTIONS]
-    lead = f"{len(shown):,} of {len(by_f1):,} descriptions, the lowest F1 first. "
+    shown, every = descriptions(numbers, MOST_DESCRIPTIONS), len(parts["descriptions"])
+    lead = f"{len(shown.rows):,} of {every:,} descriptions, the lowest F1 first. "
     lead += "Choose a column to sort by it. `scores.json` has all descriptions."
-    if not shown:
+    if not every:
         lead = "Nothing is annotated, and nothing was predicted."
-    scores = (*_SCORES, *_OF_DESCRIPTION)
-    descriptions = _table("", shown, ["name"], scores, _COUNTS, sortable=True)
-    yield Section("descriptions", "Descriptions", lead, tables=[descriptions] if shown else [])
+    yield Section("descriptions", "Descriptions", lead, tables=[shown] if every else [])
     yield _mistakes(parts["confusion"], {each["name"]: each for each in parts["descriptions"]})
-    detections = [
+    sizes = "By size: areas up to 32², up to 96² and above, in pixels"
+    tables = [
+        thresholds(numbers),
+        _table(sizes, parts["sizes"], "size", _SCORES, _COUNTS),
+        precisions(numbers),
+    ]
+    yield Section("thresholds", "IoU and size", tables=tables)
+
+
+def descriptions(numbers: Numbers, most: int, title: str = "") -> Table:
+    """At most so many, by F1; of equal ones the frequent ones first."""
+    every = numbers["breakdown"]["descriptions"]
+    by_f1 = sorted(every, key=lambda each: (each["f1"], -each["ground_truths"]))
+    scores = (*_SCORES, *_OF_DESCRIPTION)
+    return _table(title, by_f1[:most], "name", scores, _COUNTS, sortable=True)
+
+
+def thresholds(numbers: Numbers) -> Table:
+    rows = numbers["breakdown"]["thresholds"]
+    return _table("By the IoU that a hit needs", rows, "iou", _SCORES, ["hits"])
+
+
+def precisions(numbers: Numbers) -> Table:
+    """Average precision by boxes and by masks, with and without descriptions."""
+    rows = [
         {"what": {"bbox": "boxes", "segm": "masks"}[kind] + beside, **detected[part]}
         for kind, detected in numbers["coco"].items()
         for part, beside in (("objects", ""), ("alone", ", descriptions ignored"))
     ]
-    title = precision_title(numbers["protocol"], numbers["ranked_by"])
-    sizes = "By size: areas up to 32², up to 96² and above, in pixels"
-    tables = [
-        _table("By the IoU that a hit needs", parts["thresholds"], ["iou"], _SCORES, ["hits"]),
-        _table(sizes, parts["sizes"], ["size"], _SCORES, _COUNTS),
-        _table(title, detections, ["what"], _OF_DETECTIONS, []),
-    ]
-    yield Section("thresholds", "IoU and size", tables=tables)
+    ranked = numbers["ranked_by"] == "confidence"
+    by = "ranked by confidence" if ranked else "every detection has the score 1"
+    title = f"{numbers['protocol'].upper()}'s average precision; {by}"
+    return _table(title, rows, "what", _OF_DETECTIONS, [])
 
 
 def _table(
     title: str,
     rows: Sequence[Numbers],
-    names: Sequence[str],
+    name: str,
     scores: Sequence[str],
     counts: Sequence[str],
     *,
@@ -116,13 +130,13 @@ def _table(
     heads = [f"#{key.replace('_', ' ')}" for key in (*scores, *counts)]
     cells = [
         [
-            *(str(row[key]) for key in names),
+            str(row[name]),
             *(score(row[key]) for key in scores),
             *(f"{row[key]:,}" for key in counts),
         ]
         for row in rows
     ]
-    return Table(title, [*names, *heads], cells, sortable)
+    return Table(title, [name, *heads], cells, sortable)
 
 
 def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers]) -> Section:

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,7 +170,8 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
         role: Role = "match" if place in of_prediction else "stray"
         if place in answer.match.unjudged:
             role = "unjudged"
-        shown.append(_shown(found, role, found.key, of_prediction.get(place), found.confidence))
+        own = _shown(found, role, found.key, of_prediction.get(place))
+        shown.append(replace(own, confidence=found.confidence))
     for place, truth in enumerate(truths):
         role = "appended" if answer.supervised else "missed"
         if place in of_truth:
@@ -180,16 +181,11 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
 
 
 def _shown(
-    item: LoggedObject,
-    role: Role,
-    key: str,
-    partner: tuple[int, float] | None = None,
-    confidence: float | None = None,
+    item: LoggedObject, role: Role, key: str, partner: tuple[int, float] | None = None
 ) -> ShownObject:
     """partner: place of the partner in the list of objects, and the IoU with it."""
     pair, iou = partner or (None, None)
-    desc = normalized(item.desc)
-    return ShownObject(role, key, desc, item.kind, item.coords, iou, pair, confidence)
+    return ShownObject(role, key, normalized(item.desc), item.kind, item.coords, iou, pair)
 
 
 def _slug(answer: LoggedAnswer) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from learner.data.show import Table
 from learner.runs.atomic_files import publish_text
 
 
@@ -30,21 +31,11 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Table:
-    """columns: headings; one that begins with `#` holds numbers. rows: text, or `Markup`.
-
-    sortable: the heading of a column sorts by it.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    sortable: bool = False
-
-
-@dataclass(frozen=True)
 class Section:
-    """slug: its anchor. plots: (slug, title) of each plot, by the heading above them."""
+    """slug: its anchor. plots: (slug, title) of each plot, by the heading above them.
+
+    tables: of text, or of `Markup`.
+    """
 
     slug: str
     title: str

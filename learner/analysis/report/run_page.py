@@ -18,7 +18,7 @@ from rich.console import Console
 from learner.analysis.report.answers import MOST_STEPS, Counted, ReadAnswers, read_answers
 from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
 from learner.analysis.report.gallery import gallery
-from learner.analysis.report.page import Section, Table, asset, link, publish_page
+from learner.analysis.report.page import Section, asset, link, publish_page
 from learner.analysis.report.plots import Plot, plots
 from learner.analysis.report.run_view import (
     REPORT,
@@ -31,6 +31,7 @@ from learner.analysis.report.run_view import (
     state,
     tiles,
 )
+from learner.data.show import Table
 from learner.runs.console import score, tell
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from rich.table import Table
 from rich.text import Text
 
+from learner.data.show import Table, plain
 from learner.training.checks import Caution, Check, Waiting
+from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, RunError
 
 Status = Literal["ok", "warn", "fail", "skipped"]
@@ -54,18 +55,14 @@ def run_check(check: Check) -> list[Finding]:
 
 def table(findings: Sequence[Finding]) -> Table:
     """One row a finding: status, check, and what was found above what to do about it."""
-    shown = Table(show_header=False, expand=True)
-    shown.add_column(no_wrap=True)
-    shown.add_column(width=16)
-    shown.add_column(overflow="fold", ratio=1)
+    rows = list[list[str | Text]]()
     for finding in findings:
-        style = _STYLES[finding.status]
         about = f"{finding.about}: " if finding.about else ""
-        text = Text(f"{about}{finding.found}", style="dim" if finding.status == "skipped" else "")
+        text = plain(f"{about}{finding.found}")
         if finding.do:
-            text.append(f"\n-> {finding.do}", style="bold")
-        shown.add_row(Text(finding.status, style=style), finding.check, text)
-    return shown
+            text.append(f"\n-> {printable(finding.do)}", style="bold")
+        rows.append([Text(finding.status, _STYLES[finding.status]), finding.check, text])
+    return Table("", ("", "", ""), rows)
 
 
 def summary(findings: Sequence[Finding]) -> str:

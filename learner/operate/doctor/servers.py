@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import ProcessorMixin
 
@@ -44,11 +44,11 @@ class AnswerChecks:
 
     def checks(self) -> list[Check]:
         return [
-            Check("token", self._check_token),
+            Check("token", lambda: check_token(self._infos(), given_token(os.environ))),
             Check("versions there", lambda: compare_versions(versions_here(), self._infos())),
             Check("gpu overlap", self._check_overlap),
-            Check("transport", self._check_transport),
-            Check("owner", self._check_owner),
+            Check("transport", lambda: check_transport(self._infos(), transport_of(self._config))),
+            Check("owner", lambda: check_owner(self._infos())),
             Check("prompt", self._check_prompts),
             Check("rollout", self._check_rollout),
         ]
@@ -58,31 +58,13 @@ class AnswerChecks:
         infos = require(self._servers.infos, "servers")
         return {client.base_url: info for client, info in zip(clients, infos, strict=True)}
 
-    def _check_token(self) -> str:
-        given = given_token(os.environ) is not None
-        for url in self._infos():
-            check_token(url, given)
-        return "accepted" if given else "none is wanted, none is given"
-
     def _check_overlap(self) -> str:
         visible = require(self._machine.visible, "gpus")
         return check_overlap(visible, self._machine.use, self._infos())
 
-    def _check_transport(self) -> str:
-        ours = transport_of(self._config)
-        for url, info in self._infos().items():
-            check_transport(url, info, ours)
-        return ours
-
-    def _check_owner(self) -> str:
-        for url, info in self._infos().items():
-            check_owner(url, info)
-        return "no learner pushes to the servers"
-
     def _check_prompts(self) -> str:
-        processor, answers = self._processor(), require(self._servers.envelopes, "media")
-        requests = self._servers.requests()
-        for envelopes in answers:
+        processor, requests = self._processor(), self._servers.requests()
+        for envelopes in require(self._servers.envelopes, "media"):
             compare_prompts(self._servers.samples, requests, envelopes, processor)
         return f"{len(requests)} prompts agree"
 
@@ -108,36 +90,44 @@ class AnswerChecks:
             raise ContractError(str(folder), str(error), do) from error
 
 
-def check_token(url: str, given: bool) -> None:
-    """Raise `Caution` if the learner has a token and the server takes calls without one."""
-    if not given:
-        return
-    with RolloutClient(url, PATIENCE_S, token="") as client:
-        try:
-            client.info()
-        except ContractError:
-            return
-    found = "a token is set here, and the server takes calls without one"
-    raise Caution([ContractError(url, found, "Start the server with the token, or unset it here")])
-
-
-def check_transport(url: str, info: Info, ours: Transport) -> None:
-    """Raise ContractError unless weights travel alike on both sides."""
-    if info.weight_transport != ours:
-        raise ContractError(
-            f"GET {url}/info/ weight_transport",
-            f"its weights travel over {info.weight_transport}, the learner's over {ours}",
-            "Start it with `--run-config` and the YAML of this run, or set "
-            "rollout_matching.vllm.sync.transport",
-        )
-
-
-def check_owner(url: str, info: Info) -> None:
-    """Raise `Caution` if a learner pushes to the server."""
-    if info.owner is not None:
-        found = f"{info.owner or 'a learner'} pushes to this server, or was killed and left it so"
-        do = "Stop it before you start a run: the newest learner takes a server over"
+def check_token(servers: Iterable[str], token: str | None) -> str:
+    """Raise `Caution` if the learner has a token and a server takes calls without one."""
+    if token is None:
+        return "none is wanted, none is given"
+    for url in servers:
+        with RolloutClient(url, PATIENCE_S, token="") as client:
+            try:
+                client.info()
+            except ContractError:
+                continue
+        found = "a token is set here, and the server takes calls without one"
+        do = "Start the server with the token, or unset it here"
         raise Caution([ContractError(url, found, do)])
+    return "accepted"
+
+
+def check_transport(servers: Mapping[str, Info], ours: Transport) -> str:
+    """Raise ContractError unless weights travel alike on both sides."""
+    for url, info in servers.items():
+        if info.weight_transport != ours:
+            raise ContractError(
+                f"GET {url}/info/ weight_transport",
+                f"its weights travel over {info.weight_transport}, the learner's over {ours}",
+                "Start it with `--run-config` and the YAML of this run, or set "
+                "rollout_matching.vllm.sync.transport",
+            )
+    return ours
+
+
+def check_owner(servers: Mapping[str, Info]) -> str:
+    """Raise `Caution` if a learner pushes to a server."""
+    for url, info in servers.items():
+        if info.owner is not None:
+            pusher = info.owner or "a learner"
+            found = f"{pusher} pushes to this server, or was killed and left it so"
+            do = "Stop it before you start a run: the newest learner takes a server over"
+            raise Caution([ContractError(url, found, do)])
+    return "no learner pushes to the servers"
 
 
 def compare_prompts(

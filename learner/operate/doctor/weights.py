@@ -40,7 +40,7 @@ def check_weights(config: Config) -> str:
 def check_rows(config: Config) -> str:
     """The rows of the coordinate tokens look trained; else raises `Caution` with what to do."""
     folder, tuner = config.model.model, config.tuner
-    why = next(filter(None, map(untrained, stored_rows(folder, coordinate_ids(folder)))), None)
+    why = why_untrained(folder)
     if why is None:
         return "those of the 1000 coordinate tokens look trained"
     found = f"those of the 1000 coordinate tokens look untrained ({why})"
@@ -55,7 +55,12 @@ def check_rows(config: Config) -> str:
     raise Caution([ContractError(str(folder), found, do)])
 
 
-def stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
+def why_untrained(folder: Path) -> str | None:
+    """Why the coordinate tokens of a checkpoint look untrained; None where they do not."""
+    return next(filter(None, map(untrained, _stored_rows(folder, coordinate_ids(folder)))), None)
+
+
+def _stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
     """The rows [ids, width] of a checkpoint's embedding, and of its head where it has one.
 
     Those of an adapter where it has any. Raises ContractError for a file that is not whole.

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from learner.config.schema import Config
-from learner.data.show import new_table
+from learner.data.show import Table
 from learner.models.gpus import Gpu
 from learner.operate.estimate.step import (
     USABLE,
@@ -285,34 +283,32 @@ def as_json(found: Estimate) -> dict[str, Any]:
     }
 
 
-def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
+def tables(found: Estimate) -> Iterator[Table]:
     """The numbers of the JSON, and what others have measured."""
     document = as_json(found)
     plain = {key: value for key, value in document.items() if isinstance(value, int | float)}
-    yield f"{found.gpu.name}: learner GPUs and pushes", _table({"": plain})
+    yield _table(f"{found.gpu.name}: learner GPUs and pushes", {"": plain})
     channels = {f"channel {name}": each for name, each in document["channels"].items()}
     title = f"Each of {found.processes} learner GPU(s), in a step of {found.samples} samples"
-    yield title, _table(channels)
+    yield _table(title, channels)
     if found.colocated:
-        yield "While the server works, the learner keeps", _table({"": document["beside_server"]})
+        yield _table("While the server works, the learner keeps", {"": document["beside_server"]})
     if found.served is not None:
-        yield "Each GPU of a server", _table({"": document["server"]})
+        yield _table("Each GPU of a server", {"": document["server"]})
     if steps := {f"{step.pop('servers')} GPU(s)": step for step in found.served_steps()}:
-        yield "Steps of channel B, by GPUs of servers", _table(steps)
-    others = new_table("run", "measured", "our bound")
-    for row in PUBLISHED:
-        others.add_row(*row)
+        yield _table("Steps of channel B, by GPUs of servers", steps)
     reached = " to ".join(f"{share:.0%}" for share in reversed(REACHED))
-    yield f"Real steps reach {reached} of a bound. What others have measured", others
+    title = f"Real steps reach {reached} of a bound. What others have measured"
+    yield Table(title, ("run", "measured", "our bound"), PUBLISHED)
 
 
-def _table(columns: Mapping[str, Mapping[str, Any]]) -> Table:
+def _table(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Table:
     """A column for each of `columns`, whose keys are alike; numbers by the unit in their name."""
-    table = new_table("", *(f"#{name}" for name in columns))
+    rows = []
     for key in next(iter(columns.values())):
         name = key.replace("_bytes", "").replace("_seconds", "").replace("_", " ")
-        table.add_row(name, *(_shown(key, numbers[key]) for numbers in columns.values()))
-    return table
+        rows.append([name, *(_shown(key, numbers[key]) for numbers in columns.values())])
+    return Table(title, ("", *(f"#{name}" for name in columns)), rows)
 
 
 def _shown(key: str, value: Any) -> str:
