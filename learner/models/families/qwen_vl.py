@@ -54,14 +54,17 @@ class QwenImageRule(NamedTuple):
                 where, f"image_processor_type {processor.get('image_processor_type')}"
             )
         size = processor.get("size") or _DEFAULT_SIZE
+        sides = [processor.get("patch_size", 14), processor.get("merge_size", 2)]
         try:
-            return cls(
-                processor.get("patch_size", 14) * processor.get("merge_size", 2),
+            bounds = [
                 processor.get("min_pixels") or size["shortest_edge"],
                 processor.get("max_pixels") or size["longest_edge"],
-            )
-        except KeyError as error:
+            ]
+        except (KeyError, TypeError) as error:
             raise _not_of_qwen(where, f"no {error}") from None
+        if not all(type(value) is int and value > 0 for value in sides + bounds):
+            raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
+        return cls(sides[0] * sides[1], *bounds)
 
     def tokens(self, width: int, height: int) -> int | None:
         """Tokens of an image, None for one that is too narrow for the processor."""
@@ -84,6 +87,8 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The settings of the image processor and the file they are in, as transformers finds them."""
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file() and "image_processor" in (settings := read_json(nested)):
+        if not isinstance(settings["image_processor"], dict):
+            raise _not_of_qwen(nested, "an image_processor that is no object")
         return nested, settings["image_processor"]
     if not alone.is_file():
         raise ContractError(
