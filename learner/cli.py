@@ -9,6 +9,17 @@ from learner.commands.config import config_app
 from learner.commands.data import data_app
 from learner.commands.toy import toy_app
 from shared_contracts.cli import HELP_OPTIONS, print_version, run_program, without_flag_types
+from shared_contracts.errors import ContractError
+
+# Commands of earlier versions, and what to use.
+REMOVED = {
+    "probe": "`learner doctor` checks a server and requests one answer",
+    "simulate": "`learner estimate` prints the seconds of a step for 1 to N servers",
+    "data stats": "`learner data look FILE` prints the numbers",
+    "data preview": "`learner data look FILE --out FOLDER` shows samples on a page",
+    "watch": "`learner train` shows its progress; TensorBoard and `learner report RUN` show a run",
+}
+
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS
@@ -43,6 +54,22 @@ app.add_typer(data_app, name="data", rich_help_panel=_PREPARE)
 app.add_typer(toy_app, name="toy", rich_help_panel=_PREPARE)
 app.command(rich_help_panel=_CHECK)(prepare.doctor)
 app.add_typer(config_app, name="config", rich_help_panel=_CHECK)
+
+
+def _add_removed(name: str, instead: str) -> None:
+    """Add a hidden command that raises ContractError, whatever its arguments."""
+
+    def removed(context: typer.Context) -> None:
+        raise ContractError(f"learner {name}", "the command was removed", instead)
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    group, _, command = name.rpartition(" ")
+    of = data_app if group else app
+    of.command(command, hidden=True, context_settings=anything)(removed)
+
+
+for _name, _instead in REMOVED.items():
+    _add_removed(_name, _instead)
 
 
 def main() -> None:

@@ -153,3 +153,11 @@ def test_an_error_message_has_no_control_characters(
         run_cli(fails)
     assert ended.value.code == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("words", [["watch"], ["watch", "runs/x", "--once"], ["simulate", "--gpu"]])
+def test_a_removed_command_names_what_to_use(words: list[str]) -> None:
+    result = CliRunner().invoke(learner.cli.app, words)
+    assert isinstance(result.exception, ContractError)
+    assert result.exception.found == "the command was removed"
+    assert "`learner " in result.exception.do

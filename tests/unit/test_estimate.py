@@ -188,12 +188,13 @@ def test_step_time_is_packs_and_update(changed: Changed) -> None:
 def test_groups_count_each_answer_and_the_starting_model(
     toy_checkpoint: Path, samples: list[Sample]
 ) -> None:
-    profile = load_mapping(PROFILES.parents[1] / "stage2_group_relative" / "smoke" / "default.yaml")
+    smoke = PROFILES.parents[1] / "stage2_group_relative" / "smoke"
+    profile = load_mapping(smoke / "default.yaml")
     own = {"model": {"model": str(toy_checkpoint)}, "training": {"packing": False}}
 
     def of_group(size: int, kl_weight: float, tuner: dict[str, Any]) -> Estimate:
         mapping = merge(profile, own | {"tuner": tuner, "group_relative": {"group_size": size}})
-        (module,) = mapping["pipeline"]["objective"]
+        (module,) = mapping["stage2_ab"]["pipeline"]["objective"]
         module["config"]["kl_weight"] = kl_weight
         return estimate(parse_config(mapping), samples, H100, 1)
 

@@ -9,6 +9,7 @@ import torch
 
 from learner.models.load import LoadedModel
 from learner.rollout.sync.probe import ProofOfEffect, WeightsDiffer, prompts
+from learner.stages.tokens import PLACEHOLDERS
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import ChoiceLogprobs, RolloutEnvelope
 from shared_contracts.rollout_config import Verify
@@ -119,6 +120,23 @@ def test_another_prompt_is_refused_and_empty_answers_prove_nothing(
         answer.response.choices[0].logprobs = ChoiceLogprobs.of([])
     assert proof.difference(empty) == 0.0
     assert "nothing is proven" in caplog.text
+
+
+@pytest.mark.parametrize("token", PLACEHOLDERS)
+def test_an_answer_counts_up_to_its_first_token_of_an_image(
+    loaded: LoadedModel, answers: list[RolloutEnvelope], token: str
+) -> None:
+    """Such a token may be sampled; plain transformers refuses it without another image."""
+    sampled = loaded.tokenizer.convert_tokens_to_ids(token)
+    longer = []
+    for answer in answers:
+        (choice,) = answer.response.choices
+        assert choice.logprobs is not None
+        ids = [*(choice.token_ids or []), sampled, sampled]
+        known = [each.logprob for each in choice.logprobs.content]
+        longer.append(envelope(ids, answer.response.prompt_token_ids or []))
+        longer[-1].response.choices[0].logprobs = ChoiceLogprobs.of([*known, -20.0, -20.0])
+    assert ProofOfEffect(loaded, "full").difference(longer) < 1e-5
 
 
 @pytest.mark.parametrize(

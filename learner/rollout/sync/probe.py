@@ -118,7 +118,7 @@ class ProofOfEffect:
         prompt, output = encode_request(self._loaded.processor, request), output_of(envelope)
         ours = prompt.ids.tolist()
         check_prompt_ids(name, ours, output.prompt_token_ids, self._loaded.tokenizer)
-        vision = self._loaded.tokenizer.convert_tokens_to_ids(list(PLACEHOLDERS))
+        vision = {self._loaded.tokenizer.convert_tokens_to_ids(each) for each in PLACEHOLDERS}
         read = list(takewhile(lambda token: token not in vision, output.response_token_ids))
         tokens = torch.tensor(read, dtype=torch.long)
         engine = torch.tensor(output.logprobs, dtype=torch.float32)[: len(read)]
