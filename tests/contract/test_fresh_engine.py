@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -65,7 +66,9 @@ LINEAR = ("--dtype", "bfloat16", "--no-prefix-caching")
 # A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py), an untied one that
 # of test_replicas.py.
 TRAINED = {
-    "two replicas of qwen2_5_vl": Case("qwen2_5_vl", True, "gloo", ("--replicas", "2")),
+    "two replicas of qwen2_5_vl": Case(
+        "qwen2_5_vl", True, "gloo", ("--replicas", "2", "--enable-lora", "--max-lora-rank", "8")
+    ),
     "qwen3_vl_moe": Case("qwen3_vl_moe", False, "gloo"),
 }
 CASES = TRAINED | {
@@ -184,6 +187,33 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
     assert all(line["sync/probe_s"] > 0 for line in steps)
     trained = zip(answers(server), pushed.pushed, strict=True)
     assert all(now != then for now, then in trained)
+
+
+@pytest.mark.req("FAM-01", "SYNC-01")
+@pytest.mark.parametrize("pushed", list(TRAINED)[:1], indirect=True)
+def test_a_pushed_adapter_answers_as_its_merged_weights(pushed: Pushed) -> None:
+    """Over the weights that engines load: `old`."""
+    server = pushed.server
+    base = AutoModelForImageTextToText.from_pretrained(server.checkpoint, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj"])
+    model: Any = get_peft_model(base, config)
+    draw = torch.Generator().manual_seed(2)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.copy_(0.15 * torch.randn(weight.shape, generator=draw))
+    with RolloutClient(server.process.base_url, timeout_s=60.0) as client:
+
+        def push(mode: SyncMode) -> Answers:
+            pusher = WeightPusher(client, free_ports(1)[0], mode, pushed.transport, 2**18)
+            pusher.push(client.info().weights_version + 1)
+            pusher.close()
+            return answers(server)
+
+        merged = push(SyncMode(MergedWeights(model), None, fallback_to_full=False))
+        server.rebuild()  # the base weights are loaded again
+        adapted = push(SyncMode.of(model, "adapter", fallback_to_full=False))
+    assert adapted == merged
+    assert all(with_it != without for with_it, without in zip(adapted, pushed.before, strict=True))
 
 
 @pytest.mark.req("SRV-05", "SRV-08")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from benchmarks.processes import Peer
+from learner.rollout.server_process import free_ports
 from rollout_server.engines import vllm as vllm_room
 from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
 from shared_contracts.errors import ContractError
@@ -253,9 +253,7 @@ def test_swift_rollout_ends_sequences_with_the_plug_in(
     tied: Path, tmp_path: Path, tokenizer: Any, key: list[int]
 ) -> None:
     """ms-swift's own server and loader. Only its check for a GPU is left out."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    (port,) = map(str, free_ports(1))
     plugin = Path(vllm_room.__path__[0]) / "swift_plugin.py"
     arguments = [str(tied), port, "--external_plugins", str(plugin)]
     variables = OFFLINE | {CONFIG_JSON: GUARD.model_dump_json()}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from learner.commands.data import data_app
+from learner.data.coco import to_coco
 from learner.data.images import open_upright
 from learner.data.jsonl import read_samples
 from learner.stages.matching import covers_a_pixel as covers
@@ -433,3 +434,8 @@ def test_options_that_a_conversion_does_not_take_are_refused(
 ) -> None:
     ((found, _),) = refused(*options, tmp_path / "in", tmp_path / "out")
     assert found == where
+
+
+def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
+    sample = Sample("s", (Path("/other/a.png"),), 10, 10, ())
+    assert to_coco([sample], Path("/data"))["images"][0]["file_name"] == "/other/a.png"
