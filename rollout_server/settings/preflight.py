@@ -39,7 +39,7 @@ def check_settings(settings: ServerSettings) -> ServerSettings:
     Raises ContractError for a missing model, GPU, memory or token.
     """
     check_checkpoint(checkpoint_chain(settings.model, "model")[-1])
-    check_linear_attention(settings)
+    check_cpu_build(settings)
     check_access(settings)
     check_media(settings)
     if settings.distributed_executor_backend == "ray":  # which places the replicas itself
@@ -77,10 +77,15 @@ def check_checkpoint(model: Path) -> None:
             raise ContractError("model", found, "Copy the weights")
 
 
-def check_linear_attention(settings: ServerSettings) -> None:
-    """Check what vLLM's CPU build needs for layers of linear attention (Qwen3.5)."""
-    layers = text_config(settings.model).get("layer_types") or ()
-    if settings.device != "cpu" or "linear_attention" not in layers:
+def check_cpu_build(settings: ServerSettings) -> None:
+    """Check what vLLM's CPU build needs for experts, and for linear attention (Qwen3.5)."""
+    text = text_config(settings.model)
+    if settings.device != "cpu":
+        return
+    if settings.enable_lora and text.get("num_experts_per_tok"):
+        found = "the model has experts, for which vLLM has no kernels with adapters on a CPU"
+        raise ContractError("enable_lora", found, "Give --no-lora; full weights can be pushed")
+    if "linear_attention" not in (text.get("layer_types") or ()):
         return
     folder = checkpoint_chain(settings.model, "model")[-1]
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))

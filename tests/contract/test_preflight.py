@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from learner.models.toy import make_model
+from learner.models.toy import ToyFamily, make_model
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import (
     check_media,
@@ -206,6 +206,14 @@ def test_linear_attention_on_a_cpu_needs_bfloat16_and_no_prefix_caching(tmp_path
             check_settings(toy)
         assert error.value.where == where
     check_settings(of_toy(dtype="bfloat16", enable_prefix_caching=False))
+
+
+@pytest.mark.req("SRV-04", "FAM-01")
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_with_adapters_on_a_cpu_are_refused(family: ToyFamily, tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0, family=family)
+    with pytest.raises(ContractError, match="enable_lora: the model has experts"):
+        check_settings(ServerSettings(model=tmp_path / "toy", device="cpu", enable_lora=True))
 
 
 @pytest.mark.req("SRV-04")
