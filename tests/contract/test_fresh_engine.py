@@ -78,6 +78,8 @@ CASES = TRAINED | {
     "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
     "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
+# The layers of qwen3_5 are among those of qwen3_5_moe.
+LATER = {"qwen3_5": pytest.param("qwen3_5", marks=pytest.mark.nightly)}
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def pushed(
 
 
 @pytest.mark.req("FAM-01", "SYNC-02", "SYNC-03", "SYNC-05", "SYNC-06", "SEED-02", "SRV-05")
-@pytest.mark.parametrize("pushed", CASES, indirect=True)
+@pytest.mark.parametrize("pushed", [LATER.get(name, name) for name in CASES], indirect=True)
 def test_a_pushed_engine_answers_as_one_that_loaded_the_weights(pushed: Pushed) -> None:
     assert pushed.pushed == pushed.loaded
     assert all(old != new for old, new in zip(pushed.before, pushed.loaded, strict=True))

@@ -248,6 +248,7 @@ def test_plain_vllm_forces_the_end_of_sequence_one_step_after_the_trigger(
     assert not all(ended)
 
 
+@pytest.mark.nightly  # ms-swift and vLLM are pinned
 @pytest.mark.req("REP-04")
 def test_swift_rollout_ends_sequences_with_the_plug_in(
     tied: Path, tmp_path: Path, tokenizer: Any, key: list[int]
