@@ -228,9 +228,9 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
 
 
 def _guard(tracker: str, callback: TrainerCallback) -> None:
-    """What the hooks of a callback raise is told by the tracker's name, and once after the start.
+    """Name the tracker in the errors of a callback's hooks.
 
-    A run does not end because of its tracker.
+    At the start an error is raised. Later the first one is a warning, and the run goes on.
     """
     warned = False
 

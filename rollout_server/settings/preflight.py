@@ -79,9 +79,9 @@ def check_checkpoint(model: Path) -> None:
 
 def check_cpu_build(settings: ServerSettings) -> None:
     """Check what vLLM's CPU build needs for experts, and for linear attention (Qwen3.5)."""
-    text = text_config(settings.model)
     if settings.device != "cpu":
         return
+    text = text_config(settings.model)
     if settings.enable_lora and text.get("num_experts_per_tok"):
         found = "the model has experts, for which vLLM has no kernels with adapters on a CPU"
         raise ContractError("enable_lora", found, "Give --no-lora; full weights can be pushed")

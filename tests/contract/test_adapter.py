@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
@@ -41,7 +41,7 @@ MAX_TOKENS = 16
 
 def adapted(checkpoint: Path, seed: int, **config: Any) -> PeftModel:
     """A model under training whose adapter does something; peft starts it at zero."""
-    base = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     given: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
     model = get_peft_model(base, LoraConfig(**given | config))
     assert isinstance(model, PeftModel)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -42,6 +41,7 @@ from tests.contract.running_server import (
     text_request,
     wait_until_gone,
 )
+from tests.contract.test_adapter import adapted, adapter_of
 from tests.contract.toy_checkpoints import WEIGHTS, make_checkpoint
 from tests.unit.fleets import wait_until
 
@@ -196,13 +196,7 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
 def test_a_pushed_adapter_answers_as_its_merged_weights(pushed: Pushed) -> None:
     """Over the weights that engines load: `old`."""
     server = pushed.server
-    base = AutoModelForImageTextToText.from_pretrained(server.checkpoint, dtype=torch.float32)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj"])
-    model: Any = get_peft_model(base, config)
-    draw = torch.Generator().manual_seed(2)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data.copy_(0.15 * torch.randn(weight.shape, generator=draw))
+    model = adapted(server.checkpoint, 2, target_modules=["q_proj", "v_proj", "o_proj"])
     with RolloutClient(server.process.base_url, timeout_s=60.0) as client:
 
         def push(mode: SyncMode) -> Answers:
@@ -213,9 +207,9 @@ def test_a_pushed_adapter_answers_as_its_merged_weights(pushed: Pushed) -> None:
 
         merged = push(SyncMode(MergedWeights(model), None, fallback_to_full=False))
         server.rebuild()  # the base weights are loaded again
-        adapted = push(SyncMode.of(model, "adapter", fallback_to_full=False))
-    assert adapted == merged
-    assert all(with_it != without for with_it, without in zip(adapted, pushed.before, strict=True))
+        served = push(adapter_of(model))
+    assert served == merged
+    assert all(with_it != without for with_it, without in zip(served, pushed.before, strict=True))
 
 
 @pytest.mark.req("SRV-05", "SRV-08")

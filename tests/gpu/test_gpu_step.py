@@ -94,7 +94,7 @@ class Learning:
         loaded.model.train()
         check_packing(loaded.model, loaded.family)
         recipe = recipe_of(config, loaded)
-        pack = longest_pack(config, recipe, samples)[0].to(torch.device("cuda"))
+        pack = longest_pack(config, recipe.channel_a.segments(samples))[0].to(torch.device("cuda"))
         optimizer = build_optimizer(loaded.model, config.training, loaded.family)
         return cls(loaded, recipe, optimizer, pack)
 

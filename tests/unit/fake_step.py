@@ -331,7 +331,7 @@ def fake_step(
 ) -> FakeStep:
     loaded = step_model(config)
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe, samples)
+    pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     return fake_steps(config, loaded, recipe, pack, [channel], processes, device)[channel]
 
 

@@ -63,7 +63,7 @@ def real_peak(config: Config, samples: list[Sample]) -> int:
     loaded = load_model(config)
     loaded.model.train()
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe, samples)
+    pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
     optimizer = build_optimizer(loaded.model, config.training, loaded.family)
     for weight in trained:
@@ -133,7 +133,7 @@ def test_a_step_costs_what_a_step_on_fake_tensors_does(
     config = parse_config(merge(merge(load_mapping(PROFILES / f"{profile}.yaml"), own), changes))
     loaded, samples = step_model(config), make_samples(tmp_path, 8, side=512)
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe, samples)
+    pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     found = step_costs(config, loaded, samples, processes)["A"]
     counted = fake_steps(config, loaded, recipe, pack, ["A"], processes)["A"]
     assert found.weights == pytest.approx(counted.weights, rel=0.01)
@@ -307,7 +307,7 @@ def test_flops_of_a_pack_are_those_of_its_operations(
     config = changed(tuner=tuner, stage2_ab=context, global_max_length=1000)
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe, samples[:4])
+    pack, _ = longest_pack(config, recipe.channel_a.segments(samples[:4]))
     counted = fake_step(config, samples[:4], "A").flops
     # Middle forwards read slots alone, and the mean embedding is a product: both small.
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)

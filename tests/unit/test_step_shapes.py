@@ -56,7 +56,7 @@ def cost_of(config: Config, channel: Channel, samples: list[Sample]) -> FakeStep
     loaded = step_model(config)
     recipe = recipe_of(config, loaded)
     if channel == "A":
-        pack, _ = longest_pack(config, recipe, samples)
+        pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     else:
         pack = corrected(config, loaded, recipe, samples)
     processes = 2 if config.training.data_parallel == "fsdp2" else 1

@@ -158,7 +158,7 @@ def test_a_pack_is_as_much_as_its_operations(
     config = parse_config(small_mapping(checkpoint, toy_data, tmp_path / "run"))
     loaded = step_model(config)
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe, samples)
+    pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     found = step_costs(config, loaded, samples)["A"]
     counted = fake_steps(config, loaded, recipe, pack, ["A"])["A"].flops
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)

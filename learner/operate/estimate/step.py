@@ -18,7 +18,7 @@ from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
 from learner.models.flops import Arithmetic
 from learner.models.load import LoadedModel, on_meta, read_processor, tuned
-from learner.models.packs import Pack, make_pack
+from learner.models.packs import Pack, Segment, make_pack
 from learner.models.prompts import PromptEncoder
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
@@ -149,15 +149,8 @@ def recipe_of(config: Config, loaded: LoadedModel) -> Recipe:
     return recipe_class(config).of_run(config, encoding, loaded.vocab.ids)
 
 
-def longest_pack(
-    config: Config, recipe: Recipe, samples: Sequence[Sample], answers: int = 1
-) -> tuple[Pack, int]:
-    """The longest pack of a step that trains on the ground truth of `samples`, and how many.
-
-    answers: to each sample. A corrected answer of channel B is as long as the ground truth where
-        the model finds all there is.
-    """
-    segments = recipe.channel_a.segments(samples) * answers
+def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:
+    """The longest pack of a step that trains on `segments`, and how many packs it has."""
     packer = StepPacker(config.training, config.global_max_length, make_pack, lambda fill: None)
     packs = packer.chunk(segments, last=True)
     return max(packs, key=len), len(packs)
@@ -168,13 +161,17 @@ def step_costs(
 ) -> dict[Channel, StepCost]:
     """The cost of a step of each channel that the run has, for one of several processes.
 
+    A corrected answer of channel B is as long as the ground truth where the model finds all there
+    is.
+
     loaded: of `meta_model`. samples: of this process's step.
     """
     recipe = recipe_of(config, loaded)
+    segments = recipe.channel_a.segments(samples)
     found: dict[Channel, StepCost] = {}
     for channel in sorted({recipe.channel(step) for step in range(1000)}):
         answers = config.answers_per_sample if channel == "B" else 1
-        pack, packs = longest_pack(config, recipe, samples, answers)
+        pack, packs = longest_pack(config, segments * answers)
         step = _Step(config, loaded, pack)
         parts = processes if step.sharded else 1
         trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts

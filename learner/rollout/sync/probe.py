@@ -23,7 +23,6 @@ from learner.models.load import LoadedModel
 from learner.models.prompts import EncodedPrompt, encode_request
 from learner.rollout.answers import check_prompt_ids, output_of
 from learner.rollout.hf import evaluating
-from learner.stages.tokens import PLACEHOLDERS
 from shared_contracts.errors import RunError
 from shared_contracts.infer import (
     ImagePart,
@@ -118,7 +117,8 @@ class ProofOfEffect:
         prompt, output = encode_request(self._loaded.processor, request), output_of(envelope)
         ours = prompt.ids.tolist()
         check_prompt_ids(name, ours, output.prompt_token_ids, self._loaded.tokenizer)
-        vision = {self._loaded.tokenizer.convert_tokens_to_ids(each) for each in PLACEHOLDERS}
+        vocab = self._loaded.vocab
+        vision = vocab.end_ids - {vocab.end_id}
         read = list(takewhile(lambda token: token not in vision, output.response_token_ids))
         tokens = torch.tensor(read, dtype=torch.long)
         engine = torch.tensor(output.logprobs, dtype=torch.float32)[: len(read)]
