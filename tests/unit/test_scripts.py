@@ -68,23 +68,14 @@ def test_doc_links_finds_each_name_that_does_not_exist(tmp_path: Path) -> None:
     ]
 
 
-DOCUMENT = """# Rules
-
-- `AB-01` First.
-- `AB-02` Second.
-
-## Scenarios
-
-- Geometry-first, 2 ways (000, 004)
-- A second one (002)
-"""
+RULES = "- `AB-01` First.\n- `AB-02` Second.\n"
+SCENARIOS = "Geometry-first, 2 ways (000, 004)\nA second one (002)\n"
 
 
 def req_table(root: Path, tests: str) -> subprocess.CompletedProcess[str]:
     tests = tests.replace("@req", "@pytest.mark.req").replace("@scen", "@pytest.mark.scenario")
-    return run(
-        "req_table", write(root, {"docs/requirements.md": DOCUMENT, "tests/test_a.py": tests})
-    )
+    files = {"docs/requirements.md": RULES, "tests/scenarios.txt": SCENARIOS}
+    return run("req_table", write(root, {**files, "tests/test_a.py": tests}))
 
 
 def test_req_table_lists_the_tests_of_each_rule_and_scenario(tmp_path: Path) -> None:
