@@ -7,9 +7,9 @@
     prefetcher    begin -> BatchMaker -> put, into the RolloutBuffer while the Gate is open
                   batch -> Sample -> RolloutOutput -> Segment -> Pack, by one version of the weights
 
-What a step trains on is not what the Trainer's loader hands it, but as much: over a run every
-batch of its order is trained on once, whatever the timing. Batches of the last steps that were
-answered too late are left to channel A.
+A step does not use the samples of the Trainer's loader, but as many of its own: each batch of the
+run is trained on once, with any timing. In the last steps channel A trains on the batches whose
+answers are late.
 """
 
 import threading
@@ -39,7 +39,7 @@ from learner.training.synchronous_rollouts import (
 from learner.types import AssessedRollout, Place, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 
-# So long the end of a run waits for the prefetcher, once it can ask nobody any more.
+# At the end of a run: the longest wait for the prefetcher, which makes no more requests then.
 _LEAVE_S = 5.0
 
 
@@ -48,22 +48,21 @@ class GateStopped(Exception):
 
 
 class Gate:
-    """Keeps requests and pushes apart (SYNC-09): answers are requested while it is open.
+    """Separates requests from pushes (SYNC-09): answers are requested while it is open.
 
-    Paused at first. push_wanted: the asking thread waits for a push, without which nobody can
-    answer it.
+    A new gate is paused. push_wanted: the thread that requests answers waits for a push.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._paused = True
-        self._asking = False
+        self._requesting = False
         self._stopped = False
         self.push_wanted = False
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Wait for an open gate, which is not paused before the block is over.
+    def requesting(self) -> Iterator[None]:
+        """Wait until the gate is open. It is not paused before the block ends.
 
         Raises GateStopped.
         """
@@ -72,19 +71,19 @@ class Gate:
                 self._changed.wait()
             if self._stopped:
                 raise GateStopped
-            self._asking = True
+            self._requesting = True
         try:
             yield
         finally:
             with self._changed:
-                self._asking = False
+                self._requesting = False
                 self._changed.notify_all()
 
     def pause(self) -> None:
-        """Let nobody in, and wait until nobody is inside."""
+        """Start no request, and wait for the running one."""
         with self._changed:
             self._paused = True
-            while self._asking:
+            while self._requesting:
                 self._changed.wait()
 
     def open(self) -> None:
@@ -93,7 +92,7 @@ class Gate:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let nobody in any more; who is inside stays as long as it takes."""
+        """Start no request any more. A running one is not waited for."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -101,10 +100,9 @@ class Gate:
 
 @dataclass(frozen=True)
 class MadeBatch(ReadyBatch[Pack]):
-    """payload: what was counted while it was made. assessed: what became of each answer.
+    """payload: the metrics of its answers and packs. assessed: one for each answer.
 
-    places: where the segments of those with a target went. seed_base: `rollout_seed_base` of
-    the batch.
+    places: the pack of each segment. seed_base: `rollout_seed_base` of the batch.
     """
 
     payload: Payload
@@ -114,7 +112,7 @@ class MadeBatch(ReadyBatch[Pack]):
 
 
 class AnsweredRound(NamedTuple):
-    """A round of a batch with its answers. version: of the weights that answered."""
+    """One round of a batch. version: of the weights that answered."""
 
     samples: Sequence[Sample]
     version: int
@@ -123,10 +121,10 @@ class AnsweredRound(NamedTuple):
 
 
 class BatchMaker:
-    """Has a batch answered and packs it.
+    """Requests the answers of a batch and packs them.
 
-    samples_of: a batch's. seed: `training.seed`; the seeds of batch k are those of step k.
-    gate: is open while `policy` may be asked.
+    samples_of: the samples of a batch. seed: `training.seed`; the seeds of batch k are those of
+    step k. gate: open while requests to `policy` are allowed.
     """
 
     def __init__(
@@ -148,9 +146,9 @@ class BatchMaker:
         self._gate = gate
 
     def make(self, batch: int) -> MadeBatch:
-        """Ask for a batch round by round; weights may be pushed between two rounds.
+        """Request a batch round by round. Weights can be pushed between two rounds.
 
-        The servers answer a round while the one before is assessed.
+        The servers answer a round while the round before is assessed.
         """
         group = self._channel_b.answers_per_sample
         samples = [sample for sample in self._samples_of(batch) for _ in range(group)]
@@ -181,12 +179,12 @@ class BatchMaker:
             yield AnsweredRound(of_round, version, rollouts, time.perf_counter() - began)
 
     def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
-        """With the version that answered; asks again after a push where that was needed.
+        """Return the answers and their version. If a push is needed first, request again after it.
 
-        Raises RunError for answers that other weights had a part in.
+        Raises RunError if other weights generated a part of the answers.
         """
         while True:
-            with self._gate.asking():
+            with self._gate.requesting():
                 version = self._policy.version
                 try:
                     rollouts = self._policy.answer_by_pushed(samples, seed)
@@ -194,18 +192,18 @@ class BatchMaker:
                     self._gate.push_wanted = True
                     continue
             versions = {version for rollout in rollouts for version in rollout.weights_version}
-            if versions - {version}:  # other weights had a part in them
+            if versions - {version}:
                 raise RunError(
-                    f"weights of version {version} were asked, and {sorted(versions)} answered"
+                    f"answers of weights {version} were expected, and {sorted(versions)} answered"
                 )
             return version, rollouts
 
 
 class AsyncSource(RolloutSource):
-    """The source of asynchronous mode, of one process.
+    """The source of one process in asynchronous mode.
 
-    samples_of: a batch's, by number. total_steps: of the run, which is as many batches.
-    log_rollouts: takes the answers of each channel-B step (MET-03). buffer: empty.
+    samples_of: the samples of a batch, by its number. total_steps: of the run; it has as many
+    batches. log_rollouts: takes the answers of each channel-B step (MET-03). buffer: an empty one.
     """
 
     asynchronous = True
@@ -242,7 +240,7 @@ class AsyncSource(RolloutSource):
         self._ready_packs = 0
 
     def begin(self, step: int, clock: PhaseClock) -> None:
-        """The boundary before step `step`, the same in every process.
+        """Push the weights before step `step` if a push is due, in all processes at once.
 
         Raises:
             RunError: a prefetcher has failed, or the processes are not at the same version.
@@ -255,34 +253,33 @@ class AsyncSource(RolloutSource):
             self._prefetcher.start()
 
         def boundary() -> tuple[int, bool]:
-            """The version of this process, and whether it needs a push."""
+            """Return the version of this process, and whether it needs a push."""
             if self._error is not None:
                 raise self._error
             due = self._policy.is_behind(self._settings.sync_every_steps)
             return self._policy.version, due or self._gate.push_wanted
 
-        said = self._peers.all_gather(boundary)
-        versions = {version for version, _ in said}
-        if len(versions) > 1:
-            by_rank = [version for version, _ in said]
-            raise RunError(f"before step {step + 1} the processes are at the versions {by_rank}")
-        if any(wants_push for _, wants_push in said):
+        versions, wants_push = zip(*self._peers.all_gather(boundary), strict=True)
+        if len(set(versions)) > 1:
+            found = f"before step {step + 1} the processes are at the versions {list(versions)}"
+            raise RunError(found)
+        if any(wants_push):
             with clock.phase("push"), self.exclusive_access():
                 self._policy.push()
         self._ready_packs = self._buffer.packs
 
     def _prefetch(self) -> None:
-        """Keep the buffer filled, in a thread, until it is closed."""
+        """Fill the buffer until it is closed. Runs in a thread."""
         try:
             while (batch := self._buffer.begin()) is not None:
                 self._buffer.put(self._maker.make(batch))
         except GateStopped:
             return
-        except BaseException as error:  # noqa: BLE001 - raised in the learner, whatever it is
+        except BaseException as error:  # noqa: BLE001 - `begin` raises it
             self._error = error
 
     def ready(self, step: int) -> bool:
-        """Whether there is a batch that is fresh enough."""
+        """Return whether a batch is ready that is not stale."""
         self._buffer.refresh(self._policy.version)
         return self._buffer.has_ready()
 
@@ -311,9 +308,9 @@ class AsyncSource(RolloutSource):
 
     @contextmanager
     def exclusive_access(self) -> Iterator[None]:
-        """Within, no process asks, and the newest weights are pushed; all enter it together.
+        """In the block no process requests answers. All processes enter it together.
 
-        What fails within ends the run.
+        An error in the block ends the run.
         """
         self._peers.all_gather(self._gate.pause)
         yield
@@ -322,14 +319,14 @@ class AsyncSource(RolloutSource):
         self._gate.open()
 
     def state(self) -> dict[str, Any]:
-        """JSON: what a run that goes on from here has to train on; answers are asked for anew."""
+        """Return the batches that are left, as JSON. Answers are not saved."""
         return self._buffer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._buffer.restore(state)
 
     def close(self) -> None:
-        self._gate.stop()  # what is being asked is given up
+        self._gate.stop()  # a running request is abandoned
         self._buffer.close()
         self._policy.close()
         if self._prefetcher is not None:

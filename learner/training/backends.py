@@ -1,8 +1,8 @@
-"""Which backend a run has: the one place that knows (ARCH-03).
+"""Opens the backend of a run. Only this module depends on its kind (ARCH-03).
 
 server     clients -> weight channels -> ServerBackend
 colocate   a server process -> the same over it alone -> ColocatedBackend
-hf         HfBackend on the model in training
+hf         HfBackend with the training model
 """
 
 import os
@@ -58,17 +58,17 @@ def open_backend(
     optimizer: Optimizer | None = None,
     peers: Peers = SINGLE_PROCESS,
 ) -> RolloutBackend:
-    """The backend that `config` asks for, ready for its first push; the caller closes it.
+    """Return the backend of `config`, ready for its first push. The caller closes it.
 
     clients: of the configured servers, in the order of the config; none without servers.
     folder: of the run; a colocated server's settings and log go there.
-    samples: all that will be asked; a colocated server may read their images.
+    samples: all samples of the run; a colocated server may read their images.
     placement: of a colocated server, as `input_checks` found it.
-    optimizer: of the model, whose state may be moved out of a colocated server's way.
-    peers: the learner processes, all of which open it.
+    optimizer: of the model; its state may be moved to the host for a colocated server.
+    peers: the learner processes; all of them open the backend.
 
     Raises:
-        ContractError: what the checks could not find yet, such as a server that does not start.
+        ContractError: faults that the checks cannot find, such as a server that does not start.
     """
     match config.rollout_matching.backend:
         case "hf":
@@ -105,12 +105,12 @@ def _over_servers(
     servers: Sequence[ServerAddress],
     peers: Peers = SINGLE_PROCESS,
 ) -> ServerBackend:
-    """Form the weight groups, by process 0; pushes count on from the servers' newest version."""
+    """Return the backend; process 0 forms the weight groups. Versions continue the servers'."""
     fallback = config.rollout_matching.vllm.sync.fallback_to_full
     if config.training.data_parallel == "ddp":
         gathered = None
         mode = SyncMode.of(loaded.model, resolved_sync_mode(config, peers.count), fallback)
-    else:  # pushed weights are put together: no process has them whole
+    else:  # no process has whole weights: they are gathered for a push
         gathered = GatheredWeights(loaded.model, sends=peers.rank == 0)
         mode = SyncMode(gathered, None, fallback)
     journal = Journal(servers, mode)
@@ -147,7 +147,7 @@ def _over_servers(
 
 
 def transport_of(config: Config) -> Transport:
-    """`auto` is `ipc` to a colocated server, and `nccl` to others where there are GPUs."""
+    """Resolve `auto`: `ipc` for a colocated server, else `nccl` with GPUs and `gloo` without."""
     asked = config.rollout_matching.vllm.sync.transport
     if asked != "auto":
         return asked
@@ -157,9 +157,10 @@ def transport_of(config: Config) -> Transport:
 
 
 def bucket_bytes_of(config: Config, transport: Transport) -> int:
-    """By default small ones where a processor packs them: it takes memory that was just freed.
+    """Return the size of the buckets of a push.
 
-    A GPU has room, and with few buckets vLLM's loaders are called less often.
+    By default they are small if a CPU packs them, which then uses cached memory again. On a GPU
+    they are large, so that vLLM's loaders are called less often.
     """
     asked = config.rollout_matching.vllm.sync.bucket_mib
     if asked is not None:
@@ -176,7 +177,7 @@ def _colocate(
     optimizer: Optimizer | None,
     peers: Peers,
 ) -> ColocatedBackend:
-    """Process 0 starts the server and owns it; all processes call it."""
+    """Process 0 starts the server and owns it. All processes call it."""
     wanted = config.rollout_matching.offload
     offload = Offload(
         model=loaded.model if wanted.enabled and wanted.offload_model else None,
@@ -209,18 +210,18 @@ def _start_server(
 ) -> SupervisedServer:
     """Start the learner's own server and wait until it is healthy."""
     settings, run = folder / "rollout_server.yaml", folder / "rollout_server_run.yaml"
-    told = server_settings(
+    own = server_settings(
         config,
         placement,
         media_dirs(samples),
         transport_of(config),
         context_of_run(config, samples),
     )
-    publish_text(settings, dump_mapping(told))
+    publish_text(settings, dump_mapping(own))
     publish_text(run, dump_resolved(config))
     options = ["--config", str(settings), "--run-config", str(run)]
     environment = os.environ | {TOKEN_VARIABLE: token}
-    environment.pop(TOKEN_FILE_VARIABLE, None)  # of servers that others have started
+    environment.pop(TOKEN_FILE_VARIABLE, None)  # it is for servers that the user has started
     if placement.gpus:
         environment.pop(CUDA_VISIBLE, None)  # the settings name GPUs by their ids on this machine
     (port,) = free_ports(1)

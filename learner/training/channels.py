@@ -3,8 +3,7 @@
     A  Sample -> build_ground_truth_target -> Segment                                   (CHA-01)
     B  Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment     (CHB-01)
 
-Generation is never packed; nothing of an answer is repaired, and every ground truth that
-was not matched is appended.
+Generation is never packed. Answers are not repaired. All unmatched ground truths are appended.
 """
 
 from collections.abc import Sequence
@@ -77,20 +76,19 @@ class ChannelA:
         except TargetUnreadable as error:
             raise ContractError(
                 sample.sample_id,
-                f"its annotation cannot be read back once it is written: {error}",
-                "Mend its descriptions; `learner data check` names what is wrong with them",
+                f"its annotation, written as an answer, cannot be parsed: {error}",
+                "Correct its descriptions; `learner data check` names their faults",
             ) from error
         prompt = own.prompt(sample)
         return make_segment(own.inner, sample.sample_id, prompt, target, has_dropped=False)
 
 
 class ChannelB:
-    """Training on the model's own answers, corrected; one forward per pack (RES-08).
+    """Training on corrected answers of the model; one forward for each pack (RES-08).
 
-    start: the model that the run started from, where a module reads it.
+    start: the model that the run started from, if a module needs it.
     """
 
-    # A double of a channel has one answer to a sample, as most recipes have.
     answers_per_sample = 1
 
     def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
@@ -101,22 +99,22 @@ class ChannelB:
         self.answers_per_sample = config.answers_per_sample
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
-        """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
+        """Encode the prompts of `samples` in threads, for calls of `segments` in the block."""
         return self._encoding.prompt.ahead(samples)
 
     def segments(
         self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
     ) -> tuple[list[Segment], list[AssessedRollout]]:
-        """Segments of the samples that can be supervised, and what became of each answer.
+        """Return the segments of the answers that have a target, and all assessed answers.
 
-        samples: of the answers; each is there `answers_per_sample` times, one after the other.
+        samples: one for each answer; each sample `answers_per_sample` times in a row.
         """
         own, prompts = self._encoding, list[EncodedPrompt]()
         assessed: list[AssessedRollout] = []
         for sample, rollout in zip(samples, rollouts, strict=True):
             prompt = own.prompt(sample)
             prompts.append(prompt)
-            # The backend must have seen the prompt as the model's own processor has it (ROLL-01).
+            # The backend and the model's own processor must encode the prompt alike (ROLL-01).
             check_prompt_ids(
                 sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
             )

@@ -1,10 +1,10 @@
-"""The rollout buffer: which batch of a run is made next, kept, dropped and trained on.
+"""The rollout buffer: the batches of an asynchronous run, from their requests to their steps.
 
     prefetcher   begin() -> a batch's number ... put()
     learner      refresh(), has_ready(), then take() for channel B or take_unanswered() for A
 
-A batch is what one process trains on in one step; it is made, taken, dropped and counted whole, as
-a step consumes a fixed number of samples. Every batch is trained on exactly once (STEP-02):
+A batch has the samples of one process for one step. It is made, taken, dropped and counted as a
+whole. Each batch is trained on exactly once (STEP-02):
 
     unclaimed -> being made or ready -> trained on
         ^                  |
@@ -30,14 +30,14 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class ReadyBatch(Generic[P]):
-    """All packs of batch `batch`; its parts are in the order of their versions, oldest first."""
+    """The packs of batch `batch`. parts: one for each weights version, oldest first."""
 
     batch: int
     parts: Sequence[Part[P]]
 
     @property
     def version(self) -> int:
-        """The oldest that answered."""
+        """The oldest version of its answers."""
         return self.parts[0].version
 
     @property
@@ -46,7 +46,7 @@ class ReadyBatch(Generic[P]):
 
     @property
     def size(self) -> int:
-        """In packs; one that has none, as no answer could be used, takes the place of one."""
+        """In packs; at least 1, also if no answer could be used."""
         return max(1, sum(len(part.packs) for part in self.parts))
 
 
@@ -54,15 +54,14 @@ R = TypeVar("R", bound=ReadyBatch[Any])
 
 
 class RolloutBuffer(Generic[R]):
-    """First in, first out, for the threads of a prefetcher and a learner.
+    """A FIFO queue between the thread of a prefetcher and that of a learner.
 
-    queue_limit: most packs that are ready; the oldest batches make room for a new one.
-    version_window: a batch by weights more versions older than the newest is stale.
-    target: no batch is begun while as many packs are ready (`prefetch_target_packs`), or while
-        one of the largest size so far would drop another.
-    total: batches of the run. first: those before it are trained on already, unless they are
-        `returned`; None until `start`.
-    dropped_oldest, dropped_stale: packs, since `payload` was last asked for.
+    queue_limit: most packs that are ready. A new batch replaces the oldest ones.
+    version_window: a batch is stale if its weights are more versions older than the newest.
+    target: no batch is begun while so many packs are ready (`prefetch_target_packs`), or while a
+        batch as large as the largest so far would replace another one.
+    total: batches of the run.
+    dropped_oldest, dropped_stale: packs dropped since the last call of `payload`.
     """
 
     def __init__(self, queue_limit: int, version_window: int, target: int, total: int) -> None:
@@ -74,7 +73,8 @@ class RolloutBuffer(Generic[R]):
         self._ready: deque[R] = deque()
         self._newest = 0
         self._largest = 1
-        # Who has which batch.
+        # The first batch that was never begun (None until `start`), and those given back, begun and
+        # not trained on, and being made.
         self._next: int | None = None
         self._returned: list[int] = []
         self._claimed: set[int] = set()
@@ -85,24 +85,24 @@ class RolloutBuffer(Generic[R]):
         self._idle_since: float | None = None
 
     def start(self, first: int) -> None:
-        """Begin with batch `first`; a restored buffer goes on from its state."""
+        """Begin with batch `first`, or with the restored state."""
         with self._changing():
             self._next = first if self._next is None else self._next
 
     def state(self) -> dict[str, Any]:
-        """JSON: from which on all batches, and which ones before, are not trained on yet."""
+        """Return as JSON the batches that are left: all from `next` on, and those in `left`."""
         with self._changed:
             return {"next": self._next, "left": sorted([*self._returned, *self._claimed])}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`, before `start`."""
+        """Restore a `state`; call it before `start`."""
         with self._changing():
             self._next, self._returned = state["next"], sorted(state["left"])
 
     # --- the prefetcher
 
     def begin(self) -> int | None:
-        """The next batch to make, as soon as one is wanted; None once the buffer is closed."""
+        """Wait until a batch is needed, and return its number; None when the buffer is closed."""
         with self._changed:
             self._idle_since = time.perf_counter()
             while not self._closed:
@@ -117,9 +117,9 @@ class RolloutBuffer(Generic[R]):
             return None
 
     def put(self, ready: R) -> None:
-        """Keep a batch that was begun, unless the learner has taken it in the meantime.
+        """Store a batch that was begun, unless the learner has taken it meanwhile.
 
-        Raises ContractError for a batch that would not even fit alone.
+        Raises ContractError if the batch does not fit into an empty queue.
         """
         with self._changing():
             if self._making != ready.batch:
@@ -141,14 +141,14 @@ class RolloutBuffer(Generic[R]):
             self._ready.append(ready)
 
     def close(self) -> None:
-        """Begin no batch any more."""
+        """Begin no more batches."""
         with self._changing():
             self._closed = True
 
     # --- the learner
 
     def refresh(self, version: int) -> None:
-        """Note that `version` is the newest; what is too old for it is given back."""
+        """Note that `version` is the newest, and give stale batches back."""
         with self._changing():
             self._newest = version
             for ready in [ready for ready in self._ready if self._is_stale(ready)]:
@@ -161,14 +161,14 @@ class RolloutBuffer(Generic[R]):
 
     @property
     def packs(self) -> int:
-        """That are ready."""
+        """Number of packs that are ready."""
         with self._changed:
             return sum(ready.size for ready in self._ready)
 
     def take(self, step: int) -> R:
-        """What channel B trains on in step `step`: the oldest batch.
+        """Return the oldest batch, for channel B in step `step`.
 
-        Raises RunError when there is none, or it is stale: `has_ready` and `refresh` come first.
+        Raises RunError if there is none, or it is stale: call `refresh` and `has_ready` first.
         """
         with self._changing():
             if not self._ready:
@@ -182,9 +182,9 @@ class RolloutBuffer(Generic[R]):
             return ready
 
     def take_unanswered(self, step: int) -> int:
-        """What channel A trains on in step `step`: a batch without answers, if there is one.
+        """Return a batch without answers, for channel A in step `step`.
 
-        At the end of a run there may be none; then answers are left unused.
+        At the end of a run there may be none; then it is a batch whose answers are not used.
         """
         with self._changing():
             batch = self._claim()
@@ -198,7 +198,7 @@ class RolloutBuffer(Generic[R]):
             return batch
 
     def payload(self) -> Payload:
-        """What was counted since it was last asked for."""
+        """Return the metrics since the last call."""
         with self._changed:
             self._count_idle()
             payload = Payload()
@@ -213,10 +213,10 @@ class RolloutBuffer(Generic[R]):
             self._idle_s = 0.0
             return payload
 
-    # --- who has which batch
+    # --- the state of each batch
 
     def _claim(self) -> int | None:
-        """The first batch that nobody has; None when none is left."""
+        """Return the next batch that is not begun; None if none is left."""
         assert self._next is not None, "start comes first"
         if self._returned:
             batch = self._returned.pop(0)
@@ -228,18 +228,16 @@ class RolloutBuffer(Generic[R]):
         return batch
 
     def _give_back(self, ready: R) -> int:
-        """Let another step have its batch; returns how many packs are lost."""
+        """Make its batch available again; return the number of packs that are lost."""
         self._claimed.remove(ready.batch)
         self._returned = sorted([*self._returned, ready.batch])
         return ready.size
-
-    # --- what may be kept
 
     def _is_stale(self, ready: R) -> bool:
         return ready.version < self._newest - self._window
 
     def __str__(self) -> str:
-        """Its state, for errors."""
+        """Return its state, for error messages."""
         held = ", ".join(
             f"batch {ready.batch} of version {ready.version} in {ready.size} packs"
             for ready in self._ready
@@ -251,7 +249,7 @@ class RolloutBuffer(Generic[R]):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Wake every waiting thread after the block."""
+        """Notify all waiting threads after the block."""
         with self._changed:
             yield
             self._changed.notify_all()

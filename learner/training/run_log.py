@@ -1,17 +1,17 @@
-"""The run folder: what was asked, with what, and a line of numbers per logged step.
+"""The files of a run folder.
 
-<output_dir>/resolved_config.yaml   the config as it was understood
-<output_dir>/run.json               versions, commit, command, process, who generates
+<output_dir>/resolved_config.yaml   the config with its defaults
+<output_dir>/run.json               versions, commit, command, process, backend
 <output_dir>/metrics.jsonl          one JSON object per logged step
 <output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
-<output_dir>/bad_samples.jsonl      samples that others stood in for (`learner.data.order`)
+<output_dir>/bad_samples.jsonl      samples that were replaced (`learner.data.order`)
 <output_dir>/rollouts/              the answers of channel B, a file per step (`rollout_log`)
 <output_dir>/tensorboard/           the same numbers for TensorBoard
-<output_dir>/report.html            all of it on a page, when training has ended (`report`)
+<output_dir>/report.html            the report page, after training (`report`)
 
 `tracker_callbacks` makes transformers' own callbacks for `training.report_to`, in process 0 alone.
-A tracker that does not start ends the run before its first step; one that breaks later is warned
-about once, and the run goes on. `ProgressDisplay` shows a run on its terminal.
+A tracker that does not start ends the run before its first step. A tracker that breaks later gives
+one warning. `ProgressDisplay` shows a run on its terminal.
 """
 
 import json
@@ -44,14 +44,14 @@ from shared_contracts.errors import RunError
 
 _LIBRARIES = (
     *("rollmatch", "torch", "transformers", "accelerate", "peft"),
-    *("tokenizers", "numpy", "scipy", "pycocotools"),  # what became of an answer depends on them
+    *("tokenizers", "numpy", "scipy", "pycocotools"),  # parsing and matching depend on them
 )
 
 
 def open_run_folder(config: Config, placement: Placement | None, start: Start = BEGINNING) -> Path:
-    """Create the folder, or bring it back to `start`; write what is known before the first step.
+    """Create the folder, or truncate it to `start`; write config and facts of the run.
 
-    placement: of a colocated server, where one is started.
+    placement: of a colocated server, if one is started.
     """
     folder = Path(config.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
         "command": sys.argv,
         "process": identity_of_this_process(),
         **software(),
-        # By which `learner replay` knows it again; None where there is none.
+        # For `learner replay`; None without a tokenizer.
         "tokenizer_sha256": data_digest(tokenizer) if tokenizer.is_file() else None,
         "rollout_backend": rollout.backend,
         "rollouts": describe_backend(config, placement),
@@ -81,7 +81,7 @@ def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
 
 
 def software() -> dict[str, Any]:
-    """What runs here: versions, and the commit of this package."""
+    """Return versions of libraries, and the commit of this package."""
     return {
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _LIBRARIES},
@@ -90,10 +90,10 @@ def software() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this package runs from; None outside a checkout or without git."""
+    """Return the commit of this source tree; None outside of a checkout or without git."""
     here = Path(__file__)
     try:
-        if _git(here.parent, "ls-files", here.name):  # else the checkout around it is another's
+        if _git(here.parent, "ls-files", here.name):  # else the checkout is of another project
             return _git(here.parent, "rev-parse", "HEAD") or None
     except FileNotFoundError:
         pass
@@ -101,15 +101,15 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git says there; nothing where it fails."""
+    """Return the output of git in a folder; empty if git fails."""
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 class CallLog:
-    """Appends what it took to get rollouts to `rollout_calls.jsonl` (SEED-02, DIST-05).
+    """Appends records of rollout calls to `rollout_calls.jsonl` (SEED-02, DIST-05).
 
-    Every process but the first has a file of its own, `rollout_calls.rank1.jsonl` and so on.
+    Other processes than process 0 have their own files: `rollout_calls.rank1.jsonl` and so on.
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -192,23 +192,23 @@ class ProgressDisplay(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Give the terminal back; idempotent."""
+        """End the progress line; can be called again."""
         if self._console.is_terminal:
             self._progress.stop()
 
 
 _LOG = logging.getLogger(__name__)
 
-# When Trainer is made, and before the first step.
+# Events of the start: Trainer is constructed, and before the first step.
 _STARTING = ("on_init_end", "on_train_begin")
 
 
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
-    """A callback for each tracker of the run.
+    """Return a callback for each tracker of the run.
 
-    TensorBoard's drops the events after the step from which the run goes on.
+    TensorBoard's drops the events after the step at which the run resumes.
 
-    Raises RunError for one that refuses to be made.
+    Raises RunError if a tracker does not start.
     """
     callbacks: list[TrainerCallback] = []
     for name in training.trackers:
@@ -220,7 +220,7 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
             else:
                 (made,) = get_reporting_integration_callbacks([name])
                 callback = made()
-        except Exception as error:  # of any library; it ends the run with a message
+        except Exception as error:  # trackers raise errors of any type
             raise _does_not_start(name, error) from error
         _guard(name, callback)
         callbacks.append(callback)
@@ -230,7 +230,7 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
 def _guard(tracker: str, callback: TrainerCallback) -> None:
     """Name the tracker in the errors of a callback's hooks.
 
-    At the start an error is raised. Later the first one is a warning, and the run goes on.
+    At the start an error ends the run. Later the first error is a warning.
     """
     warned = False
 
@@ -258,6 +258,6 @@ def _guard(tracker: str, callback: TrainerCallback) -> None:
 
 def _does_not_start(tracker: str, error: Exception) -> RunError:
     return RunError(
-        f"the tracker {tracker} does not start: {error}. Correct that, or take it out of "
+        f"the tracker {tracker} does not start: {error}. Correct this, or remove it from "
         "training.report_to"
     )

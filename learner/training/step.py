@@ -6,10 +6,10 @@
         ranks agree on the number of forwards (DDP-02), and where answers are rewarded on the
         number of their tokens (GROUP-03)
         a forward and a backward per pack -> loss, gradients, report
-        B, with log-probabilities: engine and trainer are not too far apart (LOGP-01)
+        B, with log-probabilities: the mismatch of engine and trainer is checked (LOGP-01)
 
 A step takes all of its raw samples at once, in both channels. It runs as many packed forwards as
-they need. The caller makes one optimizer update of them (STEP-02).
+they need. Then the caller makes one optimizer update (STEP-02).
 """
 
 from collections import deque
@@ -122,7 +122,7 @@ class StepRunner:
                 peers.rank,
                 log_rollouts,
             )
-        # None in a run that asks for no answers.
+        # None in a run without rollouts.
         self.source = source
 
     def run(
@@ -132,10 +132,10 @@ class StepRunner:
 
         samples: this rank's part of the step.
 
-        Returns this rank's loss (scalar, detached), whose mean over the ranks is that of the
-        step, and the report of all ranks.
+        Returns this rank's loss (scalar, detached) and the report of all ranks. The loss of the
+        step is the mean over the ranks.
 
-        Raises RunError, in all ranks, if engine and trainer are further apart than the bound.
+        Raises RunError, in all ranks, if the mismatch of engine and trainer is above its bound.
         """
         clock = PhaseClock()
         if self._use is None:
@@ -201,7 +201,7 @@ class StepRunner:
         return loss
 
     def _channel_b_step(self, this: _Step) -> Tensor:
-        """Channel B: newest weights out, answers in, segments of what they got wrong."""
+        """Channel B: a push of the newest weights, answers, segments of the corrected answers."""
         assert self.source is not None
         assert self._policy is not None, "a run with channel B has a policy"
         feed: PackFeed | None = None
@@ -333,9 +333,9 @@ class StepRunner:
 
 
 def _check_mismatch(report: StepReport, most: float) -> None:
-    """Refuse a step whose answers another model seems to have given (LOGP-01).
+    """Raise RunError if the mean mismatch of engine and trainer is above its bound (LOGP-01).
 
-    report: of all ranks. most: nats that the mean may have.
+    report: of all ranks. most: the bound, in nats.
     """
     means = {
         kind: report.metrics[f"mismatch/{kind}_mean"]

@@ -1,12 +1,12 @@
-"""Where channel B has its packs from, and step mode: rollouts made within the step.
+"""Sources of channel-B packs. This module: rollouts generated within the step.
 
     push -> requests of all samples -> RolloutOutput, chunk by chunk -> Segment -> Pack
 
 If the servers have GPUs of their own, a step has at least four chunks (`part_size`). A chunk has at
-most as many samples as the servers decode at once for this rank (DIST-04). It is answered while the
-one before is assessed and packed, and the one before that is learned (STEP-03). Requests of later
-chunks are sent as soon as the servers have places (FULL-06). A thread pool encodes the prompts of
-all chunks ahead. Other backends make one chunk.
+most as many samples as the servers decode at once for this rank (DIST-04). Three chunks are
+processed at once: one is answered, one is assessed and packed, and one is learned (STEP-03).
+Requests of later chunks are sent as soon as the servers have places (FULL-06). A thread pool
+encodes the prompts of all chunks ahead. Other backends make one chunk.
 """
 
 import logging
@@ -36,7 +36,7 @@ from learner.types import AssessedRollout, Place, RolloutOutput, Sample
 
 T = TypeVar("T")
 
-# Takes what became of the answers of a step, and where the segments of those with a target went.
+# Takes the step, its assessed answers, and the pack of each segment.
 LogRollouts = Callable[[int, Sequence[AssessedRollout], Sequence[Place]], None]
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Packer:
 
 
 def whole_groups(parts: Iterable[list[T]], size: int) -> Generator[list[T], None, None]:
-    """The same items in parts of whole groups of `size`; what is left of a part waits."""
+    """Yield the same items in parts of whole groups of `size`."""
     waiting: list[T] = []
     for part in parts:
         waiting += part
@@ -93,7 +93,7 @@ class PackFeed:
     """The packs of one channel-B step of this rank.
 
     seed_base: `rollout_seed_base` of its answers (SEED-01). chunks: all packs, in parts; iterated
-    once. payload: what was counted, once the chunks are over.
+    once. payload: the metrics, after the last chunk.
     """
 
     seed_base: int
@@ -102,48 +102,48 @@ class PackFeed:
 
 
 class RolloutSource:
-    """Where channel B has its packs from, and what its steps leave for channel A.
+    """A source of the packs of channel B, and of the samples of channel A.
 
-    asynchronous: answers are requested in parallel with the steps, those of channel A too. The
-    defaults are those of a source that keeps nothing from one step to the next.
+    asynchronous: answers are requested in parallel with all steps. The defaults are for a source
+    without state between steps.
     """
 
     asynchronous = False
 
     def begin(self, step: int, clock: PhaseClock) -> None:
-        """Before step `step`, of any channel. clock: times a push."""
+        """Prepare step `step` of any channel. clock: measures a push."""
 
     def ready(self, step: int) -> bool:
-        """Whether this rank could run channel B in step `step`."""
+        """Return whether this rank can run channel B in step `step`."""
         return True
 
     def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
-        """What channel A trains on in step `step`, for which the loader has `own`."""
+        """Return the samples of channel A in step `step`. own: those of the loader."""
         return own
 
     def feed(
         self, step: int, own: Sequence[Sample], clock: PhaseClock
     ) -> AbstractContextManager[PackFeed]:
-        """The packs of channel-B step `step`. clock: times their phases."""
+        """Provide the packs of channel-B step `step`. clock: measures their phases."""
         raise NotImplementedError
 
     def payload(self) -> Payload:
-        """What was counted outside of the packs since the last step."""
+        """Return further metrics since the last step."""
         return Payload()
 
     def exclusive_access(self) -> AbstractContextManager[None]:
-        """Nobody else asks or pushes within; every process enters it at the same point."""
+        """Make no requests and pushes during the block. All processes enter it together."""
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint of this process: what a resumed run has to know."""
+        """Return the state of this process for a checkpoint, as JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`, before the first step."""
+        """Restore a `state`, before the first step."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Make no more requests."""
 
 
 class SynchronousRollouts(RolloutSource):
@@ -170,25 +170,25 @@ class SynchronousRollouts(RolloutSource):
 
     @contextmanager
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
-        """Push the newest weights, then request answers; sample i has the seed of request i."""
+        """Push the newest weights, then request answers. Sample i has the seed of request i."""
         policy, packs, assessed = self._policy, self._packer.begin(), list[AssessedRollout]()
         group = self._channel_b.answers_per_sample
-        asked = [sample for sample in own for _ in range(group)]
+        repeated = [sample for sample in own for _ in range(group)]
         seed_base = rollout_seed_base(self._seed, step)
 
         def answers() -> Generator[Answered, None, None]:
             seed = request_seed(rank_seed_base(seed_base, self._rank), 0, 0)
             stop = 0
-            with closing(policy.stream(asked, seed)) as stream:
+            with closing(policy.stream(repeated, seed)) as stream:
                 parts = whole_groups(stream, group)
                 for number in count():
                     with clock.phase("rollout"):
                         rollouts = next(parts)
                         start, stop = stop, stop + len(rollouts)
-                        last = stop == len(asked)
+                        last = stop == len(repeated)
                         if last:
                             serving.close()  # before the first forward
-                    yield Answered(number, asked[start:stop], rollouts, last)
+                    yield Answered(number, repeated[start:stop], rollouts, last)
                     if last:
                         return
 
@@ -206,7 +206,7 @@ class SynchronousRollouts(RolloutSource):
         def payload() -> Payload:
             counted = rollout_payload(assessed)
             counted.merge(packs.payload())
-            counted.rate({"rollout/per_second": (len(asked), clock.seconds("rollout"))})
+            counted.rate({"rollout/per_second": (len(repeated), clock.seconds("rollout"))})
             counted.note({"sync/weights_version": policy.version})
             return counted
 
@@ -223,13 +223,12 @@ class SynchronousRollouts(RolloutSource):
 
 @contextmanager
 def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Iterate in a thread, through a queue of one: one item waits while the next is made.
+    """Iterate in a daemon thread, through a queue of one: one item waits while the next is made.
 
-    What `items` raises is raised where its next item is asked for. After the block no further
-    item is begun or given, and `items` is closed; one that is being made is left behind, in a
-    thread that keeps no process.
+    The iterator raises what `items` raises. After the block the thread makes no further item and
+    closes `items`. The block does not wait for an item that is being made.
     """
-    # One item, or the error that came in its place; neither at the end.
+    # An item, or an error; neither at the end.
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
     over = threading.Event()
 
@@ -247,7 +246,7 @@ def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
                     if over.is_set():
                         return
             put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             put(None, error)
 
     def taken() -> Iterator[T]:

@@ -4,14 +4,14 @@
     train_as()     run folder -> model -> Policy -> build_runner(), build_scorer() and
                    build_trainer(), which trains
 
-What flows through a run, step by step:
+The data of a run, step by step:
 
     BatchLoader                            this process's samples of the step
       -> StepTrainer.training_step() -> StepRunner.run()
            A  ChannelA.segments() ---------------------------------+
            B  Policy.push_if_stale() -> Policy.stream()            |
               -> ChannelB.segments() ------------------------------+-> Packer.begin()
-              (or made beside the steps: AsyncSource.feed())       |
+              (or, asynchronously, AsyncSource.feed())             |
                                                                    v
            gradients <- Recipe.loss(), pack by pack
       -> Trainer                           one update by the optimizer, the schedule
@@ -19,8 +19,8 @@ What flows through a run, step by step:
            -> StepTrainer.evaluate()       the scores of build_scorer()
            -> Checkpoints.save()
 
-The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
-ours only hands it whole steps of raw samples (RUN-02).
+The Trainer of transformers has the optimizer, the schedule, checkpoints and trackers. StepTrainer
+gives it whole steps of raw samples (RUN-02).
 """
 
 from collections.abc import Callable
@@ -109,12 +109,12 @@ def train(
     clients: list[RolloutClient],
     console: Console,
 ) -> Path:
-    """Run the training that `config` describes; returns the run folder.
+    """Run the training of `config`; return the run folder.
 
-    inputs, clients: what the checks found; no clients in a run that asks no servers.
+    inputs, clients: results of the checks; no clients in a run without servers.
 
     Raises:
-        RunError: the servers are gone for good, or the disk is full.
+        RunError: no server comes back, or the disk is full.
     """
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
@@ -130,13 +130,13 @@ def train_as(
     console: Console,
     load: Callable[[Config], LoadedModel] = load_model,
 ) -> StepTrainer:
-    """`train` as one of `peers`; returns its trainer, which is done.
+    """Run `train` as one of `peers`; return its trainer after training.
 
-    load: a harness may have loaded the weights already.
+    load: another function if a harness has loaded the weights already.
     """
     if peers.count == 1:
         _require_one_gpu()
-    assert not inputs.finished(config.training), "the command that starts runs checks it"
+    assert not inputs.finished(config.training), "checked by the command"
     folder = Path(config.training.output_dir)
     start = _agreed(inputs.start, peers)
     broadcast_from_rank0(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
@@ -189,7 +189,7 @@ def _open_policy(
     optimizer: Optimizer,
     peers: Peers,
 ) -> Policy:
-    """Open the policy; a resumed run counts versions on from those of its checkpoint."""
+    """Open the policy. A resumed run continues the version numbers of its checkpoint."""
     folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
     backend = open_backend(
         config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
@@ -199,7 +199,7 @@ def _open_policy(
 
 
 def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> StandIns:
-    """The training samples of a run that skips bad ones, which are listed in its folder."""
+    """Return the training samples with replacements for bad ones; log them in the run folder."""
     log = BadSampleLog(config.training.output_dir, peers.rank)
     if peers.rank == 0:
         for fault in inputs.bad.values():
@@ -209,7 +209,7 @@ def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> StandIns:
 
 
 def _agreed(start: Start, peers: Peers) -> Start:
-    """Where all processes start, which is the same when they share the run folder."""
+    """Return the common start. Raises RunError if processes see different run folders."""
     steps = peers.all_gather(lambda: start.step)
     if len(set(steps)) > 1:
         raise RunError(
@@ -220,18 +220,18 @@ def _agreed(start: Start, peers: Peers) -> Start:
 
 
 def _require_shared(folder: Path) -> None:
-    """Every process writes its logs, and its part of a checkpoint, where process 0 does."""
+    """Raise RunError if this process does not see the run folder of process 0."""
     if not (folder / RUN).is_file():
         raise RunError(
             f"{folder} of process 0 is not here: training.output_dir must be one folder for all "
-            "learner processes, on a share where they are on several machines"
+            "learner processes; on several machines, use a network folder"
         )
 
 
 def _require_one_gpu() -> None:
-    """With several visible GPUs Trainer would split every step's samples over them.
+    """Raise ContractError for several visible GPUs: Trainer would split samples over them.
 
-    Beside a colocated server one is left (`learner_environment`).
+    With a colocated server one GPU is visible (`learner_environment`).
     """
     if torch.cuda.device_count() > 1:
         raise ContractError(
@@ -275,7 +275,7 @@ def build_trainer(
     scorer: Callable[[int], dict[str, float]],
     display: ProgressDisplay,
 ) -> StepTrainer:
-    """Trainer around the step, with the logs of the run folder, which process 0 keeps."""
+    """Return the Trainer around the step. Process 0 gets the logs of the run folder."""
     config, inputs, loaded, peers = parts.config, parts.inputs, parts.loaded, parts.peers
     shown: list[TrainerCallback] = []
     if peers.rank == 0:
@@ -305,19 +305,19 @@ def build_trainer(
         callbacks=[StepsOfThisConfig(), *shown],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(DefaultFlowCallback)  # what a harness has made of it, with more saves
+    trainer.remove_callback(DefaultFlowCallback)  # a harness may have replaced it
     trainer.add_callback(DefaultFlowCallback)
     return trainer
 
 
 def _facts_of(parts: RunParts) -> Callable[[], RunFacts]:
-    """The facts of a checkpoint; the digest is of the data file as the run found it."""
+    """Return the facts of a checkpoint. The digest is of the data file at the start of the run."""
     policy, digest = parts.policy, data_digest(parts.config.data.train_jsonl)
     return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(parts.folder))
 
 
 def order_of(config: Config, samples: int, processes: int) -> BatchOrder:
-    """Which samples each step of a run takes."""
+    """Return the order of the samples of a run."""
     training = config.training
     batch = training.effective_batch_size
     return BatchOrder(samples, batch, processes, training.seed, config.data.shuffle)

@@ -2,8 +2,8 @@
 
 BatchLoader          this process's part of each step
 build_optimizer()    AdamW with a learning rate for each part of the model
-training_arguments() what the Trainer reads of a config
-StepTrainer          runs a step, evaluates, saves checkpoints that appear whole or not at all
+training_arguments() the Trainer's arguments of a config
+StepTrainer          runs steps and evaluations, and saves complete checkpoints
 """
 
 import warnings
@@ -38,28 +38,27 @@ from learner.runs.metrics import StepReport
 from learner.training.step import StepRunner
 from learner.types import Sample
 
-# Trainer and accelerate know no other way to leave buffers alone, which every forward would
-# overwrite, also between two forwards of which one backward needs both (CHA-01).
+# Only this setting of Trainer and accelerate keeps buffers unchanged. Otherwise each forward
+# overwrites them, also between two forwards of one backward (CHA-01).
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
 @dataclass
 class RunArguments(TrainingArguments):
-    """Trainer's arguments, and what they come from: trackers show a run's arguments.
-
-    rollmatch: the resolved config.
-    """
+    """Trainer's arguments. rollmatch: the resolved config, which trackers show."""
 
     rollmatch: dict[str, Any] = field(default_factory=dict)
 
 
 def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunArguments:
-    """Trainer's arguments; one dataloader batch is one process's part of an optimizer step.
+    """Return Trainer's arguments. A dataloader batch is one process's part of an optimizer step.
 
-    They say nothing of mixed precision, which is that of `learner.models.precision`.
+    `learner.models.precision` sets the mixed precision, except for FSDP2.
     """
     training, sharding = config.training, dict[str, Any]()
-    if training.data_parallel == "fsdp2":  # a piece of every layer in each; whole checkpoints
+    if (
+        training.data_parallel == "fsdp2"
+    ):  # each process has a part of every layer; checkpoints are whole
         fsdp_config = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
         sharding = {"fsdp": True, "fsdp_config": fsdp_config}
     arguments = RunArguments(
@@ -92,7 +91,7 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunA
     if sharding:
         policy = sharded_policy(config.model.torch_dtype)
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
-    if sharding and arguments.use_cpu:  # accelerate shards for GPUs alone, and does not say so
+    if sharding and arguments.use_cpu:  # accelerate shards only on GPUs, without a warning
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
     return arguments
 
@@ -118,15 +117,15 @@ class _RankBatches(Sampler[list[int]]):
 
 
 class BatchLoader(DataLoader[Any]):
-    """Shares of one rank, raw, in the order of the run; to be used without `accelerate.prepare`.
+    """One rank's raw batches, in the order of the run; used without `accelerate.prepare`.
 
-    When the Trainer skips what was trained on before a restart, it wraps the batch sampler,
-    and goes on to find its `set_epoch`.
+    After a restart the Trainer wraps the batch sampler to skip batches, and still finds its
+    `set_epoch`.
     """
 
     def __init__(self, samples: Sequence[Sample], order: BatchOrder, rank: int) -> None:
         self._batches = _RankBatches(order, rank)
-        dataset = cast("Dataset[Sample]", samples)  # a sequence has all that is used of one
+        dataset = cast("Dataset[Sample]", samples)  # only the methods of a sequence are used
         super().__init__(dataset, batch_sampler=self._batches, collate_fn=list)
 
     def set_epoch(self, epoch: int) -> None:
@@ -136,9 +135,9 @@ class BatchLoader(DataLoader[Any]):
 def build_optimizer(
     model: nn.Module, training: TrainingConfig, family: Family = QWEN_VL
 ) -> torch.optim.Optimizer:
-    """AdamW; groups by part, and by whether weight decay applies (matrices only).
+    """Return AdamW with parameter groups by part, and by weight decay (matrices only).
 
-    On CUDA it is fused: the usual one needs up to 4 bytes more for each parameter.
+    On CUDA it is fused, which saves up to 4 bytes for each parameter.
     """
     rates: dict[Part, float] = {
         "language": training.learning_rate,
@@ -199,17 +198,17 @@ class StepTrainer(Trainer):
         return loss
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This process's batches, whole and raw; `accelerate` has nothing to spread."""
+        """Return this process's raw batches; `accelerate` distributes nothing."""
         return self._loader
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's own numbers, with those of the step they belong to."""
+        """Log Trainer's numbers together with those of their step."""
         if "loss" in logs and self._report is not None:
             logs = {**logs, **self._report.metrics}
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Score by rollouts, then what Trainer does after an evaluation."""
+        """Score rollouts, then notify callbacks as Trainer does after an evaluation."""
         metrics = self._scorer(self.state.global_step)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -218,20 +217,20 @@ class StepTrainer(Trainer):
         return metrics
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where Trainer writes its checkpoints, one at a time."""
+        """Return the folder for Trainer's checkpoint, which `Checkpoints` renames."""
         return str(self._checkpoints.unfinished)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, which appears whole or not at all."""
+        """Save Trainer's checkpoint; it appears complete or not at all."""
         write = partial(super()._save_checkpoint, model, trial)
         self._checkpoints.save(self.state.global_step, write)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Trainer's; but whole weights as transformers loads a model.
+        """Load whole weights by `from_pretrained`, and all others as Trainer does.
 
-        Files of some families have other names and another layout than the model.
+        In the files of some families, names and layouts differ from those of the model.
         """
         whole = self.model
         if self.is_fsdp_enabled or not isinstance(whole, PreTrainedModel):
@@ -246,7 +245,7 @@ class StepTrainer(Trainer):
 
 
 class StepsOfThisConfig(TrainerCallback):
-    """Steps between saves and evaluations are the config's, also in a run that goes on."""
+    """Use the config's steps between saves and evaluations, also after resuming."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
