@@ -26,7 +26,7 @@ from shared_contracts.strict_model import shown
 
 
 def check_model(config: Config) -> None:
-    """`model.model` is a checkpoint that can write the answers of this run.
+    """Check that `model.model` can write the answers of this run.
 
     Raises:
         ContractError: as `check_checkpoint` and `check_taught_format`.
@@ -36,14 +36,14 @@ def check_model(config: Config) -> None:
 
 
 def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
-    """A checkpoint inside a run folder is of a run with the format `wanted`.
+    """Raise ContractError about `where` if the checkpoint's run had another format than `wanted`.
 
-    One that is in no run folder does not say its format. Raises ContractError, about `where`.
+    Only a checkpoint in a run folder has a known format.
     """
     resolved = checkpoint.absolute().parent / RESOLVED
     try:
         custom = read_mapping(resolved).get("custom") if resolved.is_file() else None
-    except ContractError:  # a damaged file says nothing
+    except ContractError:  # the file is damaged
         return
     # Runs before the key existed had the default format.
     default = CustomConfig.model_fields["answer_format"].default
@@ -54,14 +54,14 @@ def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
             f"{checkpoint} writes answers as {taught} ({resolved}), and custom.answer_format is "
             f"{wanted}",
             f"Set custom.answer_format to {taught}; or export the checkpoint with "
-            "`learner export` to a folder outside of its run, and teach it the format in a warm-up",
+            "`learner export` to a folder outside of its run, and train the format in a warm-up",
         )
 
 
 def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
-    """The folder is a checkpoint with a chat template, the coordinate tokens and the end marker.
+    """Check for a checkpoint with a chat template, the coordinate tokens and the end marker.
 
-    It may be an adapter; then the tokenizer is in its folder or in that of its checkpoint.
+    For an adapter, the tokenizer is in its folder or in that of its base checkpoint.
 
     Raises:
         ContractError: names what is missing.
@@ -99,7 +99,7 @@ def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
 
 
 def coordinate_ids(folder: Path) -> list[int]:
-    """Ids of the coordinate tokens, in the order of the bins, of a folder that was checked."""
+    """Return the ids of the coordinate tokens, in the order of the bins, of a checked folder."""
     place = folder_with(folder, "tokenizer.json", "model.model")
     tokenizer = read_tokenizer(place / "tokenizer.json")
     ids = [tokenizer.token_to_id(coord_token(k)) for k in range(COORD_BINS)]
@@ -107,7 +107,7 @@ def coordinate_ids(folder: Path) -> list[int]:
 
 
 def _where_it_may_be(folder: Path) -> str:
-    """What to do about a folder that is not there, also where `org/name` of the Hub is meant."""
+    """Return the advice for a missing folder, also for `org/name` of the Hub."""
     do = "Give the folder of a checkpoint saved with its processor"
     here = Path.cwd()
     name = folder.relative_to(here) if folder.is_relative_to(here) else folder
@@ -117,9 +117,9 @@ def _where_it_may_be(folder: Path) -> str:
 
 
 def check_target_modules(config: Config) -> None:
-    """Every name of `tuner.target_modules` is one that peft finds in the checkpoint.
+    """Raise ContractErrors for names of `tuner.target_modules` that the checkpoint lacks.
 
-    Says nothing where there are no safetensors files to look into. Raises ContractErrors.
+    Does nothing without safetensors files.
     """
     tuner = config.tuner
     if not isinstance(tuner, LoraTuner) or isinstance(tuner.target_modules, str):
@@ -143,7 +143,7 @@ def check_target_modules(config: Config) -> None:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Names in the headers of a checkpoint's `model*.safetensors`; broken files have none."""
+    """Return the tensor names of a checkpoint's `model*.safetensors`; broken files have none."""
     names: list[str] = []
     for file in sorted(folder.glob("model*.safetensors")):
         with suppress(OSError, SafetensorError), safe_open(file, "numpy") as tensors:
@@ -152,10 +152,9 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def context_of_run(config: Config, samples: Iterable[Sample]) -> int:
-    """The `max_model_len` of the servers of a run: as stated, or derived (FULL-06).
+    """Return the `max_model_len` of the servers of a run, as stated or derived (FULL-06).
 
-    Derived, it holds the longest prompt of `samples` and an answer of `max_new_tokens`, rounded
-    up.
+    A derived one has room for the longest prompt of `samples` and `max_new_tokens`, rounded up.
 
     Raises ContractError as `lengths_of_run` does.
     """
@@ -178,7 +177,7 @@ def longest_prompt(config: Config, samples: Iterable[Sample]) -> int:
 
 
 def lengths_of_run(config: Config) -> SampleLengths:
-    """Measures samples for the checkpoint, the prompt and the limits of a run.
+    """Return the lengths of samples with the checkpoint, prompt and limits of a run.
 
     Raises ContractError for a folder that is no checkpoint.
     """

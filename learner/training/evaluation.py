@@ -88,10 +88,9 @@ def score_checkpoint(
     placement: Placement | None = None,
     load: Callable[[Config], LoadedModel] = load_model,
 ) -> Evaluation:
-    """Score the answers of `model.model`, given by the backend of `config`.
+    """Score the answers of `model.model` by the backend of `config`.
 
-    folder, placement: of a colocated server, if there is one. load: what is scored may be more
-    than the folder of `model.model`.
+    folder, placement: of a colocated server, if there is one. load: loads the scored model.
     """
     with waiting_for("the model to be loaded"):
         loaded = load(config)

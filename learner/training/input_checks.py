@@ -36,14 +36,14 @@ from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run starts from.
+    """The inputs of a run.
 
-    val: empty when the config names no validation file.
-    placement: of a colocated server; None in a run that starts none.
-    processes: of the learner, as torchrun says.
-    start: where the run goes on, if it does.
-    bad: by `sample_id`, why samples of either file cannot be shown to a model; those of `val` are
-        left out of it. Empty unless `data.on_bad_sample` is skip.
+    val: empty if the config names no validation file.
+    placement: of a colocated server; None without one.
+    processes: learner processes, of torchrun.
+    start: the checkpoint of a resumed run.
+    bad: the faults of unusable samples of both files, by `sample_id`; `val` does not have them.
+        Empty unless `data.on_bad_sample` is skip.
     """
 
     train: Sequence[Sample]
@@ -55,20 +55,20 @@ class RunInputs:
 
     @property
     def readable(self) -> list[Sample]:
-        """The training samples that can be shown to a model."""
+        """The training samples without bad ones."""
         return [sample for sample in self.train if sample.sample_id not in self.bad]
 
     def finished(self, training: TrainingConfig) -> str | None:
-        """A line about a run that has finished already; None for any other."""
+        """Return a line for the user if the run has finished already, else None."""
         if self.start.step < training.total_steps(len(self.train)):
             return None
         return f"Finished at step {self.start.step}: {training.output_dir}"
 
 
 class InputChecks:
-    """The checks of everything that a run needs besides servers, and their results.
+    """All checks of a run except those of its servers, and their results.
 
-    environment: of the process that trains. A result is None until its check passed.
+    environment: of the training process. A result is None until its check has passed.
     """
 
     def __init__(self, config: Config, environment: Mapping[str, str] = os.environ) -> None:
@@ -93,7 +93,7 @@ class InputChecks:
         ]
 
     def inputs(self) -> RunInputs:
-        """What the run starts from, after all checks passed."""
+        """Return the inputs of the run; call it after all checks."""
         read = require(self.read, "data")
         processes, start = require(self.processes, "processes"), require(self.start, "run folder")
         return RunInputs(read.train, read.val, self.placement, processes, start, read.bad)
@@ -148,9 +148,9 @@ class InputChecks:
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
-    """Everything a run needs besides servers, be it new or resumed.
+    """Run all checks except those of servers, and return the inputs of the run.
 
-    environment: of the process that trains.
+    environment: of the training process.
 
     Raises:
         ContractError: names the file, line or key.
@@ -170,7 +170,7 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
         raise ContractError(
             "data.train_jsonl",
             f"none of {len(train)} samples can be trained on; first {bad[train[0].sample_id]}",
-            "Mend the images, or their paths",
+            "Correct the images, or their paths",
         )
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 
@@ -178,12 +178,12 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
 def read_data(
     config: Config, files: Sequence[Path | None], checkpoint: Path, shown: Watch
 ) -> tuple[list[list[Sample]], dict[str, ContractError]]:
-    """The samples of each file, none of None, and why some of them cannot be shown to a model.
+    """Return the samples of each file (none for None), and the faults of bad samples by id.
 
-    checkpoint: its processor takes the images; an adapter uses that of its checkpoint.
+    checkpoint: its processor, or that of an adapter's base, limits the images.
 
-    Raises ContractErrors for what is wrong with a file, and, unless `data.on_bad_sample` is skip,
-    for samples that cannot be shown.
+    Raises ContractErrors for faults of a file, and, unless `data.on_bad_sample` is skip, for bad
+    samples.
     """
     samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
     bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
@@ -195,9 +195,9 @@ def read_data(
 def check_backend(
     config: Config, environment: Mapping[str, str], gpus: Path = GPU_DEVICES
 ) -> Placement | None:
-    """What the backend needs besides its servers; see `learner.training.backends` for the backends.
+    """Check the backend of a config (`learner.training.backends`), except its servers.
 
-    gpus: where the driver shows them. Returns where a colocated server runs.
+    gpus: folder of the driver's device files. Returns the placement of a colocated server.
 
     Raises:
         ContractError: names the key or the variable.
@@ -227,7 +227,7 @@ def check_backend(
 
 
 def learner_processes(environment: Mapping[str, str]) -> int:
-    """How many learner processes there are, as torchrun says.
+    """Return the number of learner processes, which torchrun sets.
 
     Raises ContractError for a WORLD_SIZE that is no number.
     """
@@ -238,9 +238,9 @@ def learner_processes(environment: Mapping[str, str]) -> int:
 
 
 def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
-    """How the processes were started fits what they run, and the machine.
+    """Raise ContractError for a launcher that the run does not support, or too few GPUs.
 
-    gpus: where the driver shows them. Raises ContractError.
+    gpus: folder of the driver's device files.
     """
     for library in ("DeepSpeed", "FSDP"):
         if environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower() in ("1", "true", "yes"):
@@ -281,9 +281,9 @@ def check_processes(config: Config, processes: int) -> None:
 
 
 def check_step_budget(config: Config, samples: int, processes: int) -> None:
-    """What one step trains on can be split, is there, and fits where it waits.
+    """Raise ContractError if a step cannot be split over processes, or does not fit.
 
-    samples: in the training data. Raises ContractError.
+    samples: number of training samples.
     """
     training = config.training
     training.resolve_accumulation(processes)
@@ -296,7 +296,7 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
     batch = training.effective_batch_size // processes * config.answers_per_sample
     queue = config.rollout_matching.async_rollout
     if queue.enabled and not training.packing and batch > queue.queue_limit:
-        # With packing a run finds out how many packs a rank batch is.
+        # With packing, the number of packs of a rank batch is not known here.
         raise ContractError(
             "rollout_matching.async_rollout.queue_limit",
             f"{queue.queue_limit} packs cannot hold the {batch} that each process trains on in "
@@ -328,7 +328,7 @@ def check_files(config: Config) -> list[ContractError]:
 
 
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
-    """The file is there and its first sample is one, images included: where `key` says."""
+    """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
         sample, found = next(scan(file, allow_poly=allow_poly))
         looks = {p: seen_of(p, look_at_header) for p in (sample.images if sample else ())}
@@ -341,5 +341,5 @@ def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
 
 
 def generates(config: Config) -> bool:
-    """True when the run asks for rollouts: in channel B or to evaluate."""
+    """Return whether the run generates rollouts: in channel B or to evaluate."""
     return config.b_ratio > 0 or config.training.eval_strategy != "no"

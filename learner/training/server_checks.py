@@ -28,11 +28,11 @@ from shared_contracts.server_info import Info
 
 
 class ServerChecks:
-    """The checks of the config's servers, and what they found.
+    """The checks of the config's servers, and their results.
 
-    samples: of the run; some of them are sent with their images. patience_s: how long to wait for
-    a server that is not ready; None: `timeout_s`. clients, infos, envelopes: in the order of the
-    servers, None until their check passed.
+    samples: of the run; some of them are sent with their images. patience_s: longest wait for a
+    server that is not ready; None: `timeout_s`. clients, infos, envelopes: in the order of the
+    servers, None until their check has passed.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class ServerChecks:
     def _check_group_ports(self) -> str:
         infos = require(self.infos, "servers")
         for index, (entry, info) in enumerate(zip(self._server.servers, infos, strict=True)):
-            if info.owner is None:  # the server frees the port of its owner
+            if info.owner is None:  # else the server frees the port of its owner
                 where = f"rollout_matching.vllm.server.servers[{index}].group_port"
                 check_group_port(where, entry.base_url, entry.group_port)
         return ", ".join(str(entry.group_port) for entry in self._server.servers)
 
     def _check_media(self) -> str:
-        """Every server reads images of up to `_ASKED` folders of the data and answers one token."""
+        """Have every server read images of up to `_FOLDERS` folders and answer one token."""
         clients, requests = require(self.clients, "servers"), self.requests()
         if not requests:
             return "no images to read"
@@ -126,28 +126,28 @@ class ServerChecks:
         return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# A server reads the images of so many samples before the run, each of another folder.
-_ASKED = 4
+# Samples whose images a server reads before the run, each of another folder.
+_FOLDERS = 4
 
 
 def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:
-    """The first sample of each image folder, at most `_ASKED` of them, spread over the data."""
+    """Return the first sample of each image folder, at most `_FOLDERS`, spread over the data."""
     by_folder: dict[Path, Sample] = {}
     for sample in samples:
         by_folder.setdefault(sample.images[0].parent if sample.images else Path(), sample)
-    return spread(list(by_folder.values()), _ASKED)
+    return spread(list(by_folder.values()), _FOLDERS)
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of `items`, evenly spaced, the first among them."""
+    """Return at most `count` of `items`, evenly spaced, the first one included."""
     step = max(len(items) / count, 1.0)
     return [items[int(i * step)] for i in range(min(count, len(items)))]
 
 
 def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelope] | None:
-    """The answers of a server to `call`; None if it needs a push first.
+    """Return the answers of a server to `call`; None if it needs a push first.
 
-    Raises ContractErrors, one for each reason and folder of images that the server cannot read;
+    Raises ContractErrors, one for each reason and image folder that the server cannot read;
     `Caution` if the server goes away.
     """
     where = f"POST {client.base_url}/infer/"
@@ -190,7 +190,7 @@ def _image_at(where: str, requests: Sequence[RolloutInferRequest]) -> Path:
 
 
 _CONNECT_S = 3.0
-_RELEASE_S = 5.0  # how long a server may take to release the port of its last learner
+_RELEASE_S = 5.0  # longest time in which a server releases the port of its last learner
 
 
 def check_group_port(where: str, base_url: str, port: int) -> None:
@@ -218,7 +218,7 @@ def check_group_port(where: str, base_url: str, port: int) -> None:
 
 
 def _port_problem(ip: str, port: int, here: bool) -> str | None:
-    """Why nothing can listen on the port, or None. here: `ip` is this machine's."""
+    """Return why no program can listen on the port, or None. here: `ip` is of this machine."""
     if here:
         with socket.socket() as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -233,7 +233,7 @@ def _port_problem(ip: str, port: int, here: bool) -> str | None:
     except ConnectionRefusedError:
         return None
     except OSError as error:
-        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop what goes there"
+        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop packets to it"
         fix = _group_port_fix("Open the port for the learner")
         raise Caution([ContractError("group_port", found, fix)]) from error
     return "is taken"
@@ -252,10 +252,9 @@ def reach_servers(
     samples: Sequence[Sample] = (),
     report: Callable[[str], object] = lambda line: None,
 ) -> list[RolloutClient]:
-    """Clients of the configured servers, which passed `ServerChecks`.
+    """Return clients of the configured servers after `ServerChecks`; none without servers.
 
-    None for a backend that needs no servers. environment: of the process that asks. report: gets a
-    line for each `Caution`.
+    environment: of the training process. report: gets a line for each `Caution`.
 
     Raises:
         ContractError: the first check that failed, of all servers at once.
@@ -347,7 +346,7 @@ def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterato
 
 
 def _guard(active: bool, config: RepeatTerminateConfig) -> str:
-    """A repeat guard in a message: the keys that are not at their defaults, if it runs."""
+    """Return the settings of a guard that differ from the defaults, or why it is off."""
     if not active:
         return "configured but inactive" if config.enabled else "off"
     return config.model_dump_json(exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""Training recipes: what a step trains on, and the loss of a pack.
+"""Training recipes: the channel of a step, and the loss of a pack.
 
 A recipe is one file here and one line in `learner.objectives.variants`, which names it by
 `custom.trainer_variant`. CONTRIBUTING.md has an example.
@@ -22,9 +22,9 @@ from learner.types import Channel
 
 
 class Recipe:
-    """Both channels of a run, which of them a step runs, and the loss of a pack.
+    """Both channels of a run, the channel of each step, and the loss of a pack.
 
-    A run without channel A still replays its segments (DDP-02).
+    A run without channel A still uses its segments for replays (DDP-02).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Recipe:
         coord_ids: list[int],
         start: StartModel | None = None,
     ) -> Self:
-        """The recipe as `config` describes it. start: of a run that `needs_start`."""
+        """Return the recipe of `config`. start: of a run that `needs_start`."""
         return cls(
             config,
             ChannelA(encoding, cls.self_context(config)),
@@ -54,17 +54,17 @@ class Recipe:
 
     @staticmethod
     def self_context(config: Config) -> SelfContext:
-        """How channel A forwards: once."""
+        """Return the forwards of channel A: by default one."""
         return SelfContext()
 
     def channel(self, step: int) -> Channel:
-        """The channel that step `step`, from 0, should run (STEP-01)."""
+        """Return the channel of step `step`, counted from 0 (STEP-01)."""
         return channel_for_step(step, self.config.b_ratio)
 
     def loss(
         self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
     ) -> PackLoss:
-        """Loss of one pack, by all its forwards. answer_tokens: as in `Totals`."""
+        """Return the loss of one pack, of all its forwards. answer_tokens: as in `Totals`."""
         selection = self.objective.select(pack.supervision, channel)
         if answer_tokens is not None:
             selection = selection.over(answer_tokens)
@@ -73,7 +73,7 @@ class Recipe:
         return self.objective(stats, selection, channel)
 
     def flops(self, model: nn.Module, pack: Pack, channel: Channel) -> float:
-        """Of all forwards of a pack and their backwards."""
+        """Return the FLOPs of all forwards and backwards of a pack."""
         if self._arithmetic is None:
             self._arithmetic = Arithmetic.of(model, self.channel_a.encoding.inner.config)
         rows = self.objective.select(pack.supervision, channel).head_rows
@@ -84,6 +84,6 @@ class Recipe:
 
 
 def recipe_class(config: Config) -> type[Recipe]:
-    """The recipe that `custom.trainer_variant` names."""
+    """Return the recipe of `custom.trainer_variant`."""
     found: type[Recipe] = resolve_name(VARIANTS[config.custom.trainer_variant].recipe)
     return found
