@@ -124,11 +124,12 @@ def score_table(rows: dict[str, list[Row]], base: str) -> str:
 def _against(rows: Sequence[Row]) -> list[str]:
     differences = [row.against[DECIDES].difference for row in rows]
     repeats = [row.against[REPEATS] for row in rows]
-    ratio = sum(each.second for each in repeats) / max(sum(each.first for each in repeats), 1e-9)
+    alone = sum(each.first for each in repeats)
+    ratio = f"{sum(each.second for each in repeats) / alone:.2f}" if alone else "-"
     return [
         spread(differences, "{:+.3f}".format),
         f"{sum(row.above for row in rows)} of {len(rows)}",
-        f"{ratio:.2f}",
+        ratio,
     ]
 
 
