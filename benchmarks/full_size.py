@@ -36,6 +36,7 @@ from learner.data.toy_scenes import DESCRIPTIONS
 from learner.models.attention import attention_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import prepared
+from learner.models.packed_forward import packed_forward
 from learner.models.packs import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in
@@ -155,11 +156,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Found:
-    """What both sides, ours first, took for the same pack. peaks: bytes, of a step not timed."""
+    """What both sides, ours first, took for the same pack. peaks: bytes, of a step not timed.
+
+    towers: seconds of forward and backward of both towers alone, without the head and the losses.
+    """
 
     tokens: int
     supervised: int
     rounds: list[tuple[Step, Step]]
+    towers: list[float]
     peaks: tuple[int, int]
 
 
@@ -182,6 +187,13 @@ def _results(dtype: str, found: Found) -> list[Result]:
             at_least=True,
             detail=f"{found.tokens / ours.seconds:.0f} and {found.tokens / plain.seconds:.0f} "
             f"tokens/s; {found.tokens:,} tokens, {found.supervised:,} supervised",
+        ),
+        median_of(
+            f"its limit: both towers alone over the plain way's step, {dtype}",
+            [b.seconds / towers for (_, b), towers in zip(found.rounds, found.towers, strict=True)],
+            2,
+            at_least=True,
+            detail="a step without head and losses",
         ),
         median_of(
             f"peak memory over the plain way's, beside weights and gradients, {dtype}",
@@ -217,12 +229,13 @@ def compared(bench: Bench, size: Size, dtype: torch.dtype) -> Found:
     ours, plain, pack, supervised = _sides(bench.folder / str(dtype), size, dtype)
     peaks = (_peak(ours), _peak(plain))  # the first step of each warms up, too
     print(f"{_name(dtype)}, bytes at the peak: {peaks}", flush=True)
-    rounds = []
+    rounds, towers = [], []
     for _ in range(bench.rounds):
         rounds.append((_timed(ours), _timed(plain)))
+        towers.append(_timed(Side(ours.model, lambda: _towers_alone(ours.model, pack))).seconds)
         print(f"{_name(dtype)}, ours and the plain way: {rounds[-1]}", flush=True)
         _require_equal(*rounds[-1], 1e-4 if dtype == torch.float32 else 2e-2)
-    return Found(len(pack), supervised, rounds, peaks)
+    return Found(len(pack), supervised, rounds, towers, peaks)
 
 
 def _require_equal(ours: Step, plain: Step, tolerance: float) -> None:
@@ -309,6 +322,10 @@ def _peak_on_fakes(config: Config, samples: list[Sample], loss: Loss) -> int:
 
 def _our_loss(recipe: Recipe, model: nn.Module, pack: Pack) -> Tensor:
     return recipe.loss(model, pack, "A").total
+
+
+def _towers_alone(model: nn.Module, pack: Pack) -> Tensor:
+    return packed_forward(model, pack, lambda given: given.hidden.float().square().mean())
 
 
 def _plain_loss(recipe: Recipe, model: nn.Module, pack: Pack) -> Tensor:
