@@ -2,9 +2,9 @@
 
     Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment -> Pack
 
-An answer has four types on its way: the `RolloutOutput` of a backend; the `AssessedRollout`, which
-has what each stage made of it; the `Segment` that is packed; and the `LoggedAnswer` of the log
-(`learner.runs.rollout_log`), of which a replay makes a `RolloutOutput` again.
+An answer has four types: the `RolloutOutput` of a backend; the `AssessedRollout` with the results
+of all stages; the `Segment` that is packed; and the `LoggedAnswer` of the log
+(`learner.runs.rollout_log`), which a replay turns into a `RolloutOutput` again.
 
 A worked example, two ground truths and one prediction that matches the first:
 
@@ -60,8 +60,8 @@ class Shape(NamedTuple):
     coords: tuple[int, ...]
 
 
-# In `Sample.metadata`: LVIS's categories whose absence from the image was verified, and those of
-# which not every object was annotated. Without the first one, every category was looked for.
+# In `Sample.metadata`: LVIS's categories that are verified to be absent from the image, and those
+# with objects that are not annotated. Without the first list, all categories are annotated.
 NEG_CATEGORIES = "neg_categories"
 NOT_EXHAUSTIVE_CATEGORIES = "not_exhaustive_categories"
 CATEGORY_LISTS = (NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES)
@@ -156,21 +156,21 @@ class ParsedObject:
 
 @dataclass(frozen=True)
 class ParsedRollout:
-    """What the strict parser found (section 8).
+    """The result of the strict parser (section 8).
 
     objects: valid ones in order of appearance.
     dropped: (key, reason) of each invalid entry.
     prefix_token_ids: ids up to the cut, ready for an append.
     max_object_index: largest n of any `object_n` key in the prefix, 0 if none.
-    truncated: the outermost object was opened and is not closed where the response ends.
-    invalid_rollout: it was not opened: the response has no `{`, or more than white space
-        before it. Never together with `truncated`.
+    truncated: the outermost object is opened, and not closed at the end of the response.
+    invalid_rollout: it is not opened: the response has no `{`, or more than white space before
+        it. Never together with `truncated`.
     entry_ends: for each top-level entry in the prefix, valid or not, in order: index of
         the token that holds the last character of its value, and its index into
         `objects` or None for a dropped one.
-    unaligned: how many of `dropped` spell coordinates in text whose ids are not their tokens.
-    fault: why the answer was not read as its format, or not to its end; None if it was. It is for
-        counts alone, so equality ignores it.
+    unaligned: number of `dropped` entries with coordinates spelled in other tokens.
+    fault: why the answer was not read as its format, or not to its end; else None. It is for
+        metrics alone, so equality ignores it.
     """
 
     objects: list[ParsedObject]
@@ -186,9 +186,9 @@ class ParsedRollout:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A valid prediction that repeats an earlier one, and is not in the clean prefix (CLEAN-01).
+    """A valid prediction that repeats an earlier one, removed from the clean prefix (CLEAN-01).
 
-    found: as the answer has it.
+    found: the prediction in the answer.
     stream: ids of the clean prefix up to the duplicate, then those of the duplicate; None if the
         entry before it is a duplicate, too.
     """
@@ -209,7 +209,7 @@ class MatchResult:
 
 
 class Role(IntEnum):
-    """What a token of a sample is; the losses turn roles into weights.
+    """The role of a token of a sample; the losses map roles to weights.
 
     Separators, keys and the opening brace belong to the entry behind them. A prediction that is not
     matched or was dropped is FALSE_POSITIVE as a whole, with its coordinates. So is a token that
@@ -231,8 +231,8 @@ class CoordGroup(NamedTuple):
     """Coordinate tokens of one supervised object.
 
     positions: of the coordinate tokens in the target ids (4 for a box).
-    bins: where they should be, in [0, 999], one per position: bins of the ground truth,
-        or fractions of bins where a transport plan projected them (OT-01).
+    bins: targets in [0, 999], one per position: bins of the ground truth, or fractional bins of a
+        transport plan (OT-01).
     matched: true for a prediction corrected to its ground truth, false for an appended
         (or teacher-forced) object.
     is_box: the bins are a ground truth's x1, y1, x2, y2, so that losses on decoded boxes
@@ -248,8 +248,7 @@ class CoordGroup(NamedTuple):
 class Departure(NamedTuple):
     """Where a removed duplicate departs from the target (CLEAN-02).
 
-    position: in the target ids. token_id: what the duplicate has in this place, and the target
-    has not.
+    position: in the target ids. token_id: the token of the duplicate at this place.
     """
 
     position: int
@@ -261,7 +260,7 @@ class Target:
     """`Y_train` of one sample: prefix + appended objects + EOS (section 8).
 
     token_ids: length T, ends with EOS (`<|im_end|>`).
-    prefix_len: ids taken over from the rollout.
+    prefix_len: number of ids from the rollout.
     fn_keys: keys of the appended objects.
     role: int8 array of length T with values of `Role`, none of them PROMPT.
     coord_groups: one per supervised object, matched ones first.
@@ -277,7 +276,7 @@ class Target:
 
 
 class Reward(NamedTuple):
-    """What an answer is worth, and how it compares with the other answers of its group (GROUP-01).
+    """The reward of an answer, and its advantage within its group (GROUP-01).
 
     f1: F1@mIoU of this answer, in [0, 1]. duplicates, oversized, invalid: shares of its entries, in
     [0, 1]. total: the weighted sum. spread: the standard deviation of `total` over the group.
@@ -294,13 +293,13 @@ class Reward(NamedTuple):
 
 
 class AssessedRollout(NamedTuple):
-    """An answer, its objects, how they were matched, and its target.
+    """An answer, its objects, their match, and its target.
 
     parsed: with a clean prefix, the answer without its duplicates. duplicates: the removed objects;
         None without a clean prefix.
     target: None if the answer is not trained on; left_out is the reason.
     chunk: number of its part of the step, from 0.
-    reward: where the answers of a sample are a group.
+    reward: in runs with groups of answers.
     """
 
     sample: Sample
@@ -315,17 +314,17 @@ class AssessedRollout(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer is cut, be it within its outermost object or before that opens."""
+        """Whether the answer is cut, in its outermost object or before that opens."""
         unopened = self.parsed.invalid_rollout and self.rollout.finish_reason == "length"
         return self.parsed.truncated or unopened
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a segment of a step went.
+    """The place of a segment of a step.
 
-    length: its tokens. pack: number of its pack, from 0, in the order in which packs were made.
-    position: in the pack, from 0. come: segments of the step that were there when it was made.
+    length: its tokens. pack: number of its pack, from 0, in the order of their making.
+    position: in the pack, from 0. come: segments of the step that had arrived by then.
     """
 
     length: int

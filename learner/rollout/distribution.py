@@ -1,4 +1,4 @@
-"""How requests are spread over servers (DIST-01 to DIST-04): pure functions."""
+"""Distribution of requests over servers (DIST-01 to DIST-04): pure functions."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -10,9 +10,8 @@ def plan_chunks(n: int, world_sizes: Sequence[int]) -> list[range]:
     """Return the requests of each server: contiguous, in order, `range(n)` exactly once.
 
     Equal world sizes: chunks of `ceil(n / servers)`, so the last ones may be shorter.
-    Otherwise in proportion to the world sizes; what rounding leaves over goes to the
-    largest fractions, then to the lowest indices. A server with an empty chunk is sent
-    nothing.
+    Otherwise in proportion to the world sizes; the rest of the rounding goes to the largest
+    fractions, then to the lowest indices. No call is sent for an empty chunk.
 
     world_sizes: or other weights, such as `rank_caps`; not all of them 0.
     """
@@ -41,8 +40,8 @@ def rank_chunk_size(
 ) -> int:
     """Return the most requests of one learner rank in a round.
 
-    `floor(decode_batch_size * S / W)` with S devices over all servers and W learner ranks;
-    raises `ContractError` where that is 0.
+    `floor(decode_batch_size * S / W)` with S devices of all servers and W learner ranks.
+    Raises `ContractError` if that is 0.
     """
     devices = sum(world_sizes)
     if decode_batch_size * devices < learner_world_size:
@@ -55,20 +54,20 @@ def rank_chunk_size(
     return decode_batch_size * devices // learner_world_size
 
 
-# Calls of all ranks at a server at the same time, where requests wait for places; it takes 64.
+# Most calls of all ranks at a server if requests wait for places; a server accepts 64.
 _CALLS = 32
 
 
 def next_call(waiting: int, free: int, most: int, learner_world_size: int, running: int = 0) -> int:
     """Return the most requests of the next call of one rank to a server; 0: none is made now.
 
-    waiting: requests that have no answer and are in no call. free: places of the server that are
-    free now, of the `most` of the rank. running: calls of the rank at the server.
+    waiting: requests without answer and without call. free: free places of the server, of the
+    `most` of the rank. running: calls of the rank at the server.
 
-    If there is a place for each, they are one call. Otherwise the places are split over several
-    calls, so that those of a call are filled again as soon as it is answered, and do not wait for
-    the slowest answer of all places. One call more may fill what is left of the places; after that
-    the places of several small calls are put together.
+    If there is a place for each request, one call has all of them. Otherwise several calls share
+    the places: when one of them is answered, its places are filled again without a wait for the
+    slowest answer of the others. One further call can fill the rest of the places; after that the
+    places of several small calls are combined.
     """
     calls = max(1, _CALLS // learner_world_size)
     if running > calls:
@@ -76,10 +75,11 @@ def next_call(waiting: int, free: int, most: int, learner_world_size: int, runni
     return waiting if waiting <= free else max(0, min(-(-most // calls), free))
 
 
-# Least parts of a step that are learned one after the other (STEP-03). Packs of four parts are
-# at most 5 % emptier than those of one.
+# Smallest number of parts of a step (STEP-03). Packs of four parts are at most 5 % emptier than
+# those of one.
 PARTS = 4
-# Later chunks that are sent while a chunk lacks answers. A step of four parts is sent at once.
+# Later chunks whose requests are sent while a chunk lacks answers: a step of four parts is sent at
+# once.
 CHUNKS_AHEAD = PARTS - 1
 
 
@@ -98,10 +98,10 @@ def rank_caps(
 ) -> list[int]:
     """Return the most requests of one learner rank at each server at once (DIST-03).
 
-    The servers put up `rank_chunk_size` places for every rank, in proportion to their world
-    sizes and at most `decode_batch_size` a device. These stand in a row, and place k is that of
-    rank `k mod W`. So every rank has exactly its share, as evenly spread over the servers as
-    whole places can be, and however many ranks there are, together they overfill no server.
+    The servers have `rank_chunk_size` places for every rank, in proportion to their world sizes and
+    at most `decode_batch_size` per device. Place k of all places, in the order of the servers,
+    belongs to rank `k mod W`. So each rank has exactly its share, spread evenly over the servers,
+    and all ranks together exceed the places of no server.
     """
     share = rank_chunk_size(decode_batch_size, world_sizes, learner_world_size)
     places = _proportional_sizes(share * learner_world_size, world_sizes)

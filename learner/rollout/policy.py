@@ -2,7 +2,7 @@
 
     push()               the next version, between requests; all processes at once
     answer()             first pushes again to servers that lost the weights; training waits
-    stream()             the same, in chunks, the next of which is answered while one is used
+    stream()             the same in chunks; one is answered while the one before is used
     answer_by_pushed()   pushes nothing, because the weights may have changed; raises PushNeeded
     repush_restarted()   pushes again to servers that lost the weights, if these did not change
 
@@ -30,9 +30,9 @@ Ask = Callable[[Requests, RequestConfig], list[RolloutOutput]]
 
 @dataclass(frozen=True)
 class Asking:
-    """The instruction of every request, and how answers are decoded.
+    """The prompt of every request, and the decoding of answers.
 
-    evaluation: how those of an evaluation are; None: like all others.
+    evaluation: the decoding of evaluations; None: `config`.
     """
 
     prompt: str

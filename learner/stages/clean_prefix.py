@@ -7,9 +7,9 @@ With `prefix: clean` the objects that repeat an earlier one are removed (CLEAN-0
     prefix      {"object_1": {cat, A}, "object_2": {dog, B}
     departure                                       ^ "cat", where the target has "dog"
 
-Here `A` and `B` are boxes. The objects behind a removed one move up: their keys are numbered anew,
-so that the target has no gap, which a model would learn. All other tokens are the answer's own.
-With `prefix: matched` every object is removed that no annotation matches (CLEAN-01).
+Here `A` and `B` are boxes. The objects behind a removed one get new numbers, so that the model does
+not learn gaps. All other tokens are those of the answer. `prefix: matched` removes each object that
+no annotation matches (CLEAN-01).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,16 +32,15 @@ from learner.types import (
 
 
 class NotRemovable(Exception):
-    """The tokenizer cannot spell an answer without its duplicates."""
+    """The tokenizer cannot encode an answer without the removed objects."""
 
 
 def repeats(
     objects: Sequence[ParsedObject | GroundTruthObject], least_iou: float, resolution: int
 ) -> list[int]:
-    """Places of the objects that repeat an earlier one of the list.
+    """Return the places of the objects that repeat an earlier one of the list.
 
-    Both have the same description and an IoU of at least `least_iou`. It is exact of two boxes, and
-    that of masks on a canvas of `resolution` where a polygon is in the pair.
+    Both have the same description and an `exact_iou` of at least `least_iou`.
     """
     alike = same_description(objects, objects) & (
         exact_iou(objects, objects, resolution) >= least_iou
@@ -58,9 +57,9 @@ def clean(
     *,
     allow_poly: bool,
 ) -> tuple[ParsedRollout, tuple[Duplicate, ...]]:
-    """An answer without the objects that repeat others, and those.
+    """Return an answer without its repeated objects, and the removed objects.
 
-    repeated: places in `parsed.objects`. Else as `without`.
+    repeated: places in `parsed.objects`. Other arguments and errors are those of `without`.
     """
     kept: list[int] = []
     duplicates: list[Duplicate] = []
@@ -85,20 +84,20 @@ def without(
     *,
     allow_poly: bool,
 ) -> ParsedRollout:
-    """An answer without some of its objects.
+    """Return an answer without some of its objects.
 
-    removed: places in `parsed.objects`. answers: the format that `parsed` was read in. Positions in
-    the result count in its own prefix. What the parser refused, and how the answer ended, stays.
+    removed: places in `parsed.objects`. answers: the format of `parsed`. Positions in the result
+    are those of its own prefix. Dropped entries, faults and the end of the answer stay.
 
-    Raises `NotRemovable` where the rest does not read as before.
+    Raises `NotRemovable` if the parser reads the other objects differently then.
     """
     places = enumerate(index for _, index in parsed.entry_ends)
     kept = [place for place, index in places if index is None or index not in removed]
     ids = answers.keep(parsed, tokenizer, kept)
     rest = answers.parse(ids, tokenizer, allow_poly=allow_poly)
     expected = [item for index, item in enumerate(parsed.objects) if index not in removed]
-    if [_said(item) for item in rest.objects] != [_said(item) for item in expected]:
-        raise NotRemovable(f"without {len(removed)} of its objects it reads otherwise")
+    if [_content(item) for item in rest.objects] != [_content(item) for item in expected]:
+        raise NotRemovable(f"without {len(removed)} of its objects it is read differently")
     return replace(
         rest,
         dropped=parsed.dropped,
@@ -116,7 +115,7 @@ def without_false_positives(
     *,
     allow_poly: bool,
 ) -> tuple[ParsedRollout, MatchResult]:
-    """An answer with its matched objects alone, and their match; raises as `without`."""
+    """Return an answer with its matched objects alone, and their match; raises as `without`."""
     removed = match.false_positives
     if not removed:
         return parsed, match
@@ -132,12 +131,12 @@ def departures(
     target_ids: Sequence[int],
     tokenizer: Tokenizer,
 ) -> list[Departure]:
-    """Where the duplicates depart from a finished target, in order and each place once.
+    """Return where the duplicates depart from a finished target, in order, each place once.
 
-    Of several duplicates in a row only the first counts: the others follow what the target does
-    not have. A duplicate departs with its first token whose text the target does not have at this
-    place. It has no departure where no token of the target begins there, nor where the target goes
-    on with the same words (two equal annotations).
+    Of several duplicates in a row only the first counts, because the context of the others is not
+    in the target. A duplicate departs with its first token whose text differs from the target. It
+    has no departure if no token of the target begins there, or if the target continues with the
+    same words (two equal annotations).
     """
     target = _text(target_ids, tokenizer)
     found: dict[int, int] = {}
@@ -156,17 +155,17 @@ def departures(
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many items both begin with."""
+    """Return the number of leading items that are equal."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _said(item: ParsedObject) -> tuple[str, str, list[int]]:
+def _content(item: ParsedObject) -> tuple[str, str, list[int]]:
     return item.desc, item.kind, item.coords
 
 
 def _text(token_ids: Sequence[int], tokenizer: Tokenizer) -> TokenText:
-    """Their text, in which a token that is part of a character has its id for a text."""
+    """Return the text of the ids; a token that is part of a character has its id as text."""
     pieces = token_table(tokenizer).pieces(token_ids, tokenizer)
     return TokenText(
         [

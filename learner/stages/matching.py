@@ -1,14 +1,14 @@
-"""Which prediction is which ground truth (MATCH-01, MATCH-02).
+"""Pairs of predictions and ground truths (MATCH-01, MATCH-02).
 
-candidates   per prediction, the few ground truths that are near
+candidates   per prediction, the nearest ground truths
 mask IoU     of each candidate pair, on a small canvas in norm1000 space
-gate         pairs below it are infeasible, whatever else
-assignment   Hungarian, with a dummy for every object so that any may stay alone
+gate         pairs below it are not possible
+assignment   Hungarian, with dummies for objects without a partner
 
 A mask is pycocotools' polygon of the shape on R x R pixels, the coordinates clamped to 0..999
 and scaled by s = (R - 1) / 999. It never covers the last row and column. The mask of a shape
-too thin for a pixel (a degenerate box among them) is empty, and an empty mask has IoU 0 with
-everything, itself too.
+too thin for a pixel (for example a degenerate box) is empty. An empty mask has IoU 0 with every
+mask, also with itself.
 
 The mask of a box is known without drawing it. pycocotools' rleFrPoly sets a corner to the
 fifth of a pixel X = floor(5 x s + 1/2) and starts column c between 5c + 2 and 5c + 3, so that
@@ -16,8 +16,8 @@ the first column of a box is floor((X1 + 2) / 5), which is floor(x1 s + 1/2), an
 one before floor(x2 s + 1/2); rows likewise. Bin x so ends up at its nearest pixel edge. There
 are no ties to round: x s = n + 1/2 would make 2 x (R - 1), which is even, 999 (2n + 1).
 
-The mask of a polygon lies within that of its bounding box. Where those of two shapes are apart,
-the shapes are, and neither is drawn.
+The mask of a polygon lies within that of its bounding box. If the boxes of two shapes are apart,
+neither shape is drawn.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,10 +68,9 @@ class HasShape(Protocol):
 
 @dataclass(frozen=True)
 class Shapes:
-    """N shapes and what is known of them all at once.
+    """N shapes, with arrays over all of them.
 
-    boxes: (N, 4) of x1, y1, x2, y2, the bounding boxes in 0..999; x1 <= x2 and y1 <= y2
-        whatever a box said.
+    boxes: (N, 4) of x1, y1, x2, y2, the bounding boxes in 0..999, sorted: x1 <= x2 and y1 <= y2.
     are_polygons: (N,)
     """
 
@@ -81,7 +80,7 @@ class Shapes:
 
     @classmethod
     def of(cls, shapes: Sequence[PlainShape]) -> "Shapes":
-        """These shapes; a polygon has 3 or more points."""
+        """Return the arrays of `shapes`; a polygon has 3 or more points."""
         corners = [coords if kind == "bbox_2d" else _extent(coords) for kind, coords in shapes]
         ends = np.array(corners, dtype=np.float64).reshape(len(shapes), 2, 2)
         ends = np.clip(ends, 0, COORD_BINS - 1)
@@ -119,14 +118,14 @@ def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
     """IoU of two shapes' masks on a canvas of `resolution` x `resolution` pixels.
 
     resolution: 2 to 4096, as in `MatchingConfig`; pycocotools counts pixels in 32 bits.
-    A box whose corners are given the other way round is the box between them.
+    The corners of a box may have any order.
     """
     assert 2 <= resolution <= MAX_RESOLUTION, f"a canvas of {resolution} x {resolution} pixels"
     return float(mask_ious(_shapes([a]), _shapes([b]), np.full((1, 1), True), resolution)[0, 0])
 
 
 def covers_a_pixel(shape: AnyShape, resolution: int) -> bool:
-    """Whether `mask_iou` of a shape and itself is above 0; of a box this is computed at once."""
+    """Return whether `mask_iou` of a shape with itself is above 0; a box is not drawn for it."""
     kind, coords = shape if isinstance(shape, tuple) else shape.shape
     if kind != "bbox_2d":
         return mask_iou(shape, shape, resolution) > 0
@@ -135,20 +134,20 @@ def covers_a_pixel(shape: AnyShape, resolution: int) -> bool:
     return x1 != x2 and y1 != y2
 
 
-def same_description(said: Sequence[Described], others: Sequence[Described]) -> BoolArray:
-    """Which pairs (P, G) are described alike: equal in Unicode NFC (RES-20)."""
-    names = np.array([normalized(item.desc) for item in said], dtype=object)
+def same_description(some: Sequence[Described], others: Sequence[Described]) -> BoolArray:
+    """Return which pairs (P, G) have the same description in Unicode NFC (RES-20)."""
+    names = np.array([normalized(item.desc) for item in some], dtype=object)
     other_names = np.array([normalized(item.desc) for item in others], dtype=object)
     alike: BoolArray = names[:, None] == other_names
     return alike
 
 
 def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolArray:
-    """Which pairs (P, G) to compare: `top_k` ground truths for each prediction.
+    """Return which pairs (P, G) to compare: `top_k` ground truths for each prediction.
 
-    boxes (P, 4), truth_boxes (G, 4): the bounding boxes. Taken are the truths of largest IoU
-    or, for a prediction that overlaps none, of smallest distance between the centres; ties
-    go to the lower index.
+    boxes (P, 4), truth_boxes (G, 4): the bounding boxes. Chosen are the truths of the largest IoU
+    or, for a prediction without overlap, of the smallest distance between the centres. Ties are
+    broken by the lower index.
     """
     if top_k >= len(truth_boxes):
         return np.full((len(boxes), len(truth_boxes)), True)
@@ -162,7 +161,7 @@ def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolAr
 
 
 def _distances(boxes: FloatArray, others: FloatArray) -> FloatArray:
-    """(N, M) between the centres of boxes (N, 4) and (M, 4); squared, in half bins, exact."""
+    """Return the squared distances (N, M) of the centres of boxes, in half bins, exact."""
     x, y = (boxes[:, :2] + boxes[:, 2:]).T
     other_x, other_y = (others[:, :2] + others[:, 2:]).T
     squared: FloatArray = (x[:, None] - other_x) ** 2 + (y[:, None] - other_y) ** 2
@@ -174,11 +173,11 @@ def _shapes(items: Sequence[AnyShape]) -> Shapes:
 
 
 def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> list[tuple[int, int]]:
-    """Pairs (i, j), in order of i, of the cheapest assignment.
+    """Return the pairs (i, j) of the cheapest assignment, in order of i.
 
-    cost: (P, G) of pairing prediction i with ground truth j, in [0, 1], infinite where they
-        must not be paired.
-    fp_cost, fn_cost: of a prediction and of a ground truth that stay alone.
+    cost: (P, G) of pairing prediction i with ground truth j, in [0, 1]; infinite for pairs that are
+        not possible.
+    fp_cost, fn_cost: of a prediction and of a ground truth without a partner.
 
     The Hungarian matrix is square, with P + G dummies: a prediction on a dummy is a false
     positive, a ground truth on a dummy a false negative, two dummies cost nothing.
@@ -187,14 +186,12 @@ def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> lis
         predictions  cost      fp_cost    predictions   cost - fn_cost  fp_cost
         dummies      fn_cost   0
 
-    Its lower half says: fn_cost for every truth that is left over. To give each prediction that
-    takes a truth fn_cost back says the same, so that the solver is spared the dummies' rows:
-    every assignment costs G * fn_cost less, and the cheapest is the cheapest. Of several it is
-    the solver's, the same every time.
+    The lower half adds fn_cost for each truth without a partner. To subtract fn_cost from each pair
+    is equivalent: every assignment costs G * fn_cost less. So the matrix needs no rows of dummies.
+    Of several cheapest assignments the solver always returns the same.
     """
     n_predicted, n_truth = cost.shape
-    # From P + G on a price only says: pair as many as possible. A greater one changes nothing
-    # but how many digits of the costs it drowns.
+    # With a price of P + G or more the most pairs win. A larger one only loses digits of the costs.
     highest = n_predicted + n_truth
     alone = np.full((n_predicted, n_predicted), min(fp_cost, highest))
     matrix = np.concatenate([cost - min(fn_cost, highest), alone], axis=1)
@@ -203,7 +200,7 @@ def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> lis
 
 
 def most_pairs(iou: FloatArray, allowed: BoolArray) -> list[tuple[int, int]]:
-    """The most pairs (p, g); of several pairings the one with the largest sum of IoUs.
+    """Return the most pairs (p, g); of several pairings the one with the largest sum of IoUs.
 
     iou: (P, G). allowed: (P, G), the possible pairs.
     """
@@ -212,7 +209,7 @@ def most_pairs(iou: FloatArray, allowed: BoolArray) -> list[tuple[int, int]]:
 
 
 def left_open(desc: str, truths: Iterable[Described], lists: Mapping[str, Sequence[str]]) -> bool:
-    """Whether LVIS's lists allow such an object without an annotation."""
+    """Return whether LVIS's lists allow such an object without an annotation."""
     name = normalized(desc)
     if name in lists.get(NOT_EXHAUSTIVE_CATEGORIES, ()):
         return True
@@ -222,7 +219,7 @@ def left_open(desc: str, truths: Iterable[Described], lists: Mapping[str, Sequen
 
 
 def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> FloatArray:
-    """IoU (N, M) of the masks of shapes `a` with those of `b`; NaN where not `wanted` (N, M)."""
+    """Return the IoU (N, M) of the masks of `a` and `b`; NaN where `wanted` (N, M) is false."""
     scale = _scale(resolution)
     edges_a, edges_b = np.rint(a.boxes * scale), np.rint(b.boxes * scale)
     rows, columns = np.nonzero(wanted)
@@ -237,11 +234,10 @@ def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> Float
 def exact_iou(
     predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], resolution: int
 ) -> FloatArray:
-    """IoU (P, G) of every pair, as evaluations measure it (RES-20).
+    """Return the IoU (P, G) of every pair, as in evaluations (RES-20).
 
-    Of two boxes it is that of their areas, exactly; where a polygon is in the pair, that of both
-    masks on a canvas of `resolution`. A shape too thin for an area has IoU 1 with its equal, 0 with
-    all others.
+    The IoU of two boxes is exact. If one of them is a polygon, it is that of both masks on a canvas
+    of `resolution`. A shape without area has IoU 1 with an equal shape, and 0 with all others.
     """
     a, b = _shapes(predicted), _shapes(ground_truth)
     iou = box_iou(a.boxes[:, None], b.boxes)
@@ -256,9 +252,9 @@ def exact_iou(
 
 
 def box_iou(a: FloatArray, b: FloatArray) -> FloatArray:
-    """IoU of boxes (..., 4) of whole numbers, broadcast; 0 where both are empty.
+    """Return the IoU of boxes (..., 4) of whole numbers, broadcast; 0 if both are empty.
 
-    It is the exact quotient rounded once, so that equal overlaps are equal.
+    It is the exact quotient, rounded once, so equal overlaps have equal IoUs.
     """
     width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
     height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
@@ -274,7 +270,7 @@ def _draw(
     resolution: int,
     iou: FloatArray,
 ) -> None:
-    """Set `iou` (N, M) of the pairs, drawing each of their shapes once."""
+    """Set `iou` (N, M) of the pairs; each shape is drawn once."""
     rows, columns = pairs
     if not len(rows):
         return
@@ -289,7 +285,7 @@ def _draw(
 
 
 def _rasterize(shapes: Sequence[PlainShape], resolution: int) -> list[Any]:
-    """Run-length masks of shapes, as pycocotools has them; of at least one shape."""
+    """Return pycocotools' run-length masks of at least one shape."""
     outlines = [_corners(coords) if kind == "bbox_2d" else coords for kind, coords in shapes]
     values = np.concatenate(outlines).clip(0, COORD_BINS - 1) * _scale(resolution)
     rest = iter(values.tolist())
@@ -299,18 +295,18 @@ def _rasterize(shapes: Sequence[PlainShape], resolution: int) -> list[Any]:
 
 
 def _corners(box: Sequence[int]) -> tuple[int, ...]:
-    """The outline of a box."""
+    """Return the outline of a box."""
     x1, y1, x2, y2 = box
     return (x1, y1, x2, y1, x2, y2, x1, y2)
 
 
 def _scale(resolution: int) -> float:
-    """Pixels per bin."""
+    """Return the pixels per bin."""
     return (resolution - 1) / (COORD_BINS - 1)
 
 
 def _extent(coords: Sequence[int]) -> tuple[int, int, int, int]:
-    """Bounding box of a polygon."""
+    """Return the bounding box of a polygon."""
     assert len(coords) >= 6, f"a polygon has 3 or more points, not {len(coords) // 2}"
     assert len(coords) % 2 == 0, f"{len(coords)} values are no points"
     xs, ys = coords[::2], coords[1::2]

@@ -1,9 +1,10 @@
-"""What the answers of a group are worth, and how they compare with each other (GROUP-01).
+"""Rewards of answers, and their advantages within a group (GROUP-01).
 
     AssessedRollouts of one sample -> reward_of() of each -> with_rewards(): advantages
 
-The F1@mIoU is that of evaluations, of one answer: a hit is of the same description, and what LVIS's
-lists leave open is not judged. An answer without an object to an image without one has 1.
+The F1@mIoU is that of evaluations, for one answer: a hit needs the same description, and
+predictions that LVIS's lists leave open are not judged. An answer without objects to an image
+without objects has 1.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from learner.stages.matching import (
 )
 from learner.types import AssessedRollout, Reward, Shape
 
-# Added to the standard deviation of a group, so that a small one makes no large advantage.
+# Added to the standard deviation of a group, so that a small one gives no large advantage.
 STD_FLOOR = 1e-6
 
 
@@ -52,7 +53,7 @@ def with_rewards(
 
 
 def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) -> Reward:
-    """The reward of one answer; it has no advantage yet."""
+    """Return the reward of one answer, without an advantage."""
     predicted, sample = assessed.parsed.objects, assessed.sample
     iou = exact_iou(predicted, sample.objects, resolution)
     named = same_description(predicted, sample.objects)
@@ -80,6 +81,6 @@ def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) 
 
 
 def _image_share(box: Shape) -> float:
-    """Share of the image that a box covers."""
+    """Return the share of the image that a box covers."""
     x1, y1, x2, y2 = (decode_bin(k) for k in box.coords)
     return (x2 - x1) * (y2 - y1)

@@ -1,4 +1,4 @@
-"""Which channel an optimizer step runs (STEP-01)."""
+"""The channel of an optimizer step (STEP-01)."""
 
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -9,7 +9,7 @@ from shared_contracts.errors import ContractError
 
 
 def channel_for_step(step: int, b_ratio: str | float | Decimal) -> Channel:
-    """Channel of optimizer step `step` (from 0).
+    """Return the channel of optimizer step `step` (from 0).
 
     "B" iff `floor((step + 1) * b_ratio) > floor(step * b_ratio)`, in exact arithmetic.
     """
@@ -17,9 +17,9 @@ def channel_for_step(step: int, b_ratio: str | float | Decimal) -> Channel:
     return "B" if (step + 1) * share // of > step * share // of else "A"
 
 
-@lru_cache(typed=True)  # 0.1 and Decimal(0.1) are equal, and written differently
+@lru_cache(typed=True)  # 0.1 and Decimal(0.1) are equal and have different decimals
 def exact_ratio(b_ratio: str | float | Decimal) -> Fraction:
-    """`b_ratio` as the decimal that was written: 0.7 is 7/10, not its nearest double.
+    """Return `b_ratio` as the written decimal: 0.7 is 7/10, not its nearest double.
 
     Raises `ContractError` unless it is a number in [0, 1].
     """

@@ -7,10 +7,9 @@
     append                                           , "object_3": {dog}}
     EOS                                                                  <|im_end|>
 
-The roles come from the strict parser, run again over the finished ids: its first entries
-are those of the prefix, the rest are the appended objects (APPEND-02). A target that
-cannot be read back raises `TargetUnreadable`; such a sample is dropped from supervision and
-counted (LOSS-02).
+The strict parser reads the finished ids again and gives the roles: its first entries are those of
+the prefix, the rest are the appended objects (APPEND-02). A target that it cannot read raises
+`TargetUnreadable`; such a sample is left out and counted (LOSS-02).
 
 Target coordinates are those of the ground truth for an appended object, and for a box matched to a
 box. If one shape of a matched pair is a polygon, a transport plan gives the target of each
@@ -57,19 +56,18 @@ _DEFAULT_MATCHING = MatchingConfig()
 
 
 class TargetUnreadable(Exception):
-    """The strict parser cannot read a finished target back.
+    """The strict parser cannot read a finished target.
 
-    Its outermost `}` or its EOS cannot be located, or an object that was appended is refused.
+    Its outermost `}` or its EOS cannot be located, or an appended object is refused.
     """
 
 
 class _Entry(NamedTuple):
     """One entry of a finished target.
 
-    span: tokens [start, end), with all that leads up to it.
-    desc: tokens that hold a character of its description, where it is taught.
-    group: its coordinates, and what they are taught; None for a false positive, all of
-        which is passed over.
+    span: tokens [start, end), with separator and key.
+    desc: tokens with a character of its description, if it is supervised.
+    group: its coordinates and their targets; None for a false positive, which is not supervised.
     """
 
     span: tuple[int, int]
@@ -88,11 +86,11 @@ def build_target(
     answers: AnswerFormat = COORD_JSON,
     duplicates: Sequence[Duplicate] = (),
 ) -> Target:
-    """Prefix of the rollout + every ground truth that was not matched + EOS (channel B).
+    """Return prefix of the rollout + unmatched ground truths + EOS (channel B).
 
     matching: its `ot_*` make the transport plans of matched pairs with a polygon.
     answers: the format that `parsed` was read in.
-    duplicates: what the prefix of `parsed` has lost (CLEAN-01).
+    duplicates: removed from the prefix of `parsed` (CLEAN-01).
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
     missed = [ground_truth[j] for j in match.false_negatives]
@@ -123,7 +121,7 @@ def build_ground_truth_target(
     field_order: FieldOrder,
     answers: AnswerFormat = COORD_JSON,
 ) -> Target:
-    """The whole answer from the ground truth, in its order (channel A).
+    """Return the answer with all ground truths, in their order (channel A).
 
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
@@ -138,14 +136,14 @@ def build_ground_truth_target(
 
 
 def _appended(item: GroundTruthObject) -> CoordGroup:
-    """Target coordinates of an appended object; its positions are found when it is read back."""
+    """Return the target of an appended object; `_read_entries` adds its positions."""
     return CoordGroup((), item.shape.coords, matched=False, is_box=item.shape.kind == "bbox_2d")
 
 
 def _corrected(
     pairs: Sequence[tuple[ParsedObject, GroundTruthObject]], matching: MatchingConfig
 ) -> list[CoordGroup]:
-    """Target coordinates of matched predictions; positions are found when they are read back."""
+    """Return the targets of matched predictions; `_read_entries` adds their positions."""
     shapes = [(predicted.shape, item.shape) for predicted, item in pairs]
     are_boxes = [predicted.kind == truth.kind == "bbox_2d" for predicted, truth in shapes]
     projected = iter(
@@ -164,20 +162,20 @@ def _corrected(
 
 def _supervise(
     answer_ids: list[int],
-    taught: list[CoordGroup | None],
+    groups: list[CoordGroup | None],
     tokenizer: Tokenizer,
     answers: AnswerFormat,
     *,
     prefix_len: int,
     fn_keys: list[str],
 ) -> Target:
-    """The target of an answer. taught: of each entry in order; None: it is not trained on."""
+    """Return the target of an answer. groups: one per entry; None: it is not supervised."""
     vocab = token_table(tokenizer).vocab
     token_ids = [*answer_ids, vocab.end_id]
     found = answers.read_back(token_ids, tokenizer)
     if found is None:
         raise TargetUnreadable(f"no closing brace before the EOS in {len(token_ids)} tokens")
-    entries = _read_entries(found, taught)
+    entries = _read_entries(found, groups)
     role = _roles(token_ids, entries, vocab)
     role[list(found.closure)] = Role.CLOSURE
     return Target(
@@ -189,14 +187,14 @@ def _supervise(
     )
 
 
-def _read_entries(target: ReadBack, taught: list[CoordGroup | None]) -> list[_Entry]:
-    """The entries of a target, as the strict parser reads it back."""
+def _read_entries(target: ReadBack, groups: list[CoordGroup | None]) -> list[_Entry]:
+    """Return the entries of a target, as the strict parser reads it."""
     again = target.parsed
     unreadable = TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
-    if len(again.entry_ends) != len(taught):
+    if len(again.entry_ends) != len(groups):
         raise unreadable
     entries = []
-    for span, (_, index), group in zip(target.spans, again.entry_ends, taught, strict=True):
+    for span, (_, index), group in zip(target.spans, again.entry_ends, groups, strict=True):
         if group is None:
             entries.append(_Entry(span, [], None))
         elif index is None:
@@ -209,7 +207,7 @@ def _read_entries(target: ReadBack, taught: list[CoordGroup | None]) -> list[_En
 
 
 def _roles(token_ids: list[int], entries: list[_Entry], vocab: CoordVocab) -> npt.NDArray[np.int8]:
-    """Role of each token. If parts of an answer share a token, the role written last counts.
+    """Return the role of each token. If parts of an answer share a token, the last role counts.
 
     So a token with a character of a false positive is FALSE_POSITIVE, and one with a character of a
     trained description is description. `_supervise` writes `CLOSURE` last.
@@ -235,11 +233,11 @@ def whole_answer(
     match: MatchResult,
     tokenizer: Tokenizer,
 ) -> Target:
-    """The answer as the model wrote it, to its last token, and EOS where the model ended it.
+    """Return the answer as the model wrote it, with EOS if the model ended it (GROUP-02).
 
-    Nothing is appended and no coordinate has a target: it is learned from by its reward (GROUP-02).
-    What follows the last entry is closure, or belongs to no object where the answer is cut. An
-    image placeholder ends it as it ends what the parser reads: no forward takes one in an answer.
+    Nothing is appended and no coordinate has a target: its reward trains it. Tokens behind the last
+    entry are closure, or false positives if the answer is truncated. An image placeholder ends the
+    answer, as in the parser, because a forward cannot have one there.
 
     Raises `TargetUnreadable` for an answer without a token.
     """
@@ -277,7 +275,7 @@ def assess(
     answers: AnswerFormat = COORD_JSON,
     duplicate_iou: float | None = None,
 ) -> AssessedRollout:
-    """Parse an answer and match its objects to the ground truth; the result has no target yet.
+    """Parse an answer and match its objects to the ground truth; the result has no target.
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
     duplicate_iou: objects that repeat an earlier one with at least this IoU are removed before
@@ -313,10 +311,10 @@ def with_target(
     matched_only: bool = False,
     whole: bool = False,
 ) -> AssessedRollout:
-    """Add `Y_train`, or why there is none.
+    """Add `Y_train`, or the reason why there is none.
 
-    matched_only: its prefix has no false positives (CLEAN-01). allow_poly: as in `assess`. whole:
-    it is the answer as it is (GROUP-02).
+    matched_only: the prefix has no false positives (CLEAN-01). allow_poly: as in `assess`. whole:
+    the target is `whole_answer` (GROUP-02).
     """
     if assessed.left_out is not None:
         return assessed
@@ -345,10 +343,10 @@ def with_target(
 
 
 def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:
-    """Log-probabilities of the ids with which both an answer and its target's prefix begin.
+    """Return the log-probabilities of the ids with which answer and target prefix both begin.
 
-    Up to there each id of the target follows what it followed in the answer. The first edit ends
-    them, such as a removed duplicate (CLEAN-01). None where the answer has none.
+    These ids have the same context in both. The first edit ends them, such as a removed duplicate
+    (CLEAN-01). Empty for an answer without log-probabilities.
     """
     if rollout.logprobs is None:
         return []

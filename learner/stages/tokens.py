@@ -1,4 +1,4 @@
-"""What the pure stages need to know about a tokenizer.
+"""The interface between the pure stages and a tokenizer.
 
 `Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
 the coordinate tokens and of those that end an answer, and `TokenTable` that vocabulary and the
@@ -19,13 +19,13 @@ from shared_contracts.errors import ContractError
 
 IM_END = "<|im_end|>"
 
-# Qwen's tokens in whose place the model sees pixels.
+# Qwen's tokens that the model replaces by pixels.
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
-# What a byte-level decoder writes for bytes that are only part of a character.
+# The text of bytes that are only part of a character.
 HALF_CHARACTER = "\ufffd"
 
-# A fast tokenizer cannot be asked for the text of an id beyond.
+# Largest id that a fast tokenizer can decode.
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Text of the ids, nothing skipped and nothing cleaned up."""
+    """Return the text of the ids, without skipping or cleaning up."""
     text: str = tokenizer.decode(
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -65,9 +65,9 @@ def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 
 
 def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of the text of an answer, in which each newline is a token of its own.
+    """Return the ids of the text of an answer; each newline is a token of its own.
 
-    A BPE fuses punctuation with a newline behind it (Qwen: `!\\n`). Then a description would share
+    A BPE joins punctuation with a newline behind it (Qwen: `!\\n`). A description would then share
     a token with the end of its line, which the repeat guard counts.
     """
     parts = split_newlines(text)
@@ -75,15 +75,15 @@ def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def split_newlines(text: str) -> list[str]:
-    """The parts of a text that `encode_answer` encodes by themselves."""
+    """Return the parts of a text that `encode_answer` encodes separately."""
     return re.findall(r"\n|[^\n]+", text)
 
 
 def spell_leading(tokenizer: Tokenizer, token_id: int, leading: str) -> list[int] | None:
-    """Ids that decode to exactly the leading text of a token, which ends in ASCII.
+    """Return ids that decode to exactly the leading text of a token, which ends in ASCII.
 
-    None where there are none. Part of a character is spelled byte by byte: its text,
-    `HALF_CHARACTER`, does not tell which bytes it stands for.
+    None if there are none. A part of a character is encoded byte by byte, because its text is
+    `HALF_CHARACTER` for any bytes.
     """
     if HALF_CHARACTER not in leading:
         ids = tokenizer.encode(leading, add_special_tokens=False)
@@ -115,7 +115,7 @@ class CoordVocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "CoordVocab":
-        """Look the ids up; raises `ContractError` where a token is missing."""
+        """Return the vocabulary of a tokenizer; raises `ContractError` if a token is missing."""
         end_id = _single_id(tokenizer, IM_END)
         ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
         seen = [_find_id(tokenizer, token) for token in PLACEHOLDERS]
@@ -123,12 +123,12 @@ class CoordVocab:
         return cls(ids, end_id, end_ids, {token_id: k for k, token_id in enumerate(ids)})
 
     def coords_of(self, token_ids: Sequence[int]) -> list[int]:
-        """Positions of the coordinate tokens among the ids, in order."""
+        """Return the positions of the coordinate tokens, in order."""
         return list(compress(range(len(token_ids)), map(self.bins.__contains__, token_ids)))
 
 
 def _find_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """Id of a token; None where there is no such token, or it maps to a default."""
+    """Return the id of a token; None if there is none, or it maps to a default."""
     token_id: int | None = tokenizer.convert_tokens_to_ids(token)
     if token_id is None or decode_exactly(tokenizer, [token_id]) != token:
         return None
@@ -150,7 +150,7 @@ def _single_id(tokenizer: Tokenizer, token: str) -> int:
 class TokenTable:
     """Text of each token id on its own, and the coordinate vocabulary, of one tokenizer.
 
-    It does not hold the tokenizer, so that it goes when the tokenizer does.
+    It holds no reference to the tokenizer, so that both are freed together.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

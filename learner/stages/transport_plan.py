@@ -1,4 +1,4 @@
-"""Where the points of a predicted shape should move: entropic optimal transport (OT-01).
+"""Targets of the points of a predicted shape by entropic optimal transport (OT-01).
 
 Each point of the prediction is sent to the mean of the ground-truth points, weighted by its
 row of the Sinkhorn plan between the two sets (barycentric projection; Cuturi 2013, and Peyre
@@ -32,8 +32,8 @@ TransportCost = Literal["l1", "l2"]
 # Which of x1, y1, x2, y2 are the x and the y of each corner of a box.
 _BOX_CORNERS = np.array([[0, 1], [2, 1], [2, 3], [0, 3]])
 
-# Sets are filled up to a multiple of so many points. An array of plans has at most so many entries
-# (512 KiB, which a cache holds), or is of one pair.
+# Sets are filled up to a multiple of _SIZE_STEP points. An array of several plans has at most
+# _MAX_ENTRIES entries (512 KiB, the size of a cache).
 _SIZE_STEP = 4
 _MAX_ENTRIES = 2**16
 
@@ -41,10 +41,10 @@ _MAX_ENTRIES = 2**16
 def projected_bins(
     pairs: Sequence[tuple[Shape, Shape]], cost: TransportCost, epsilon: float, iters: int
 ) -> list[tuple[float, ...]]:
-    """Where each coordinate token of the predictions should be, in bins, fractions included.
+    """Return the target of each coordinate token of the predictions, in fractional bins.
 
     The points of a polygon are its vertices, those of a box its four corners. A coordinate
-    of a predicted box stands in two corners; its target is the mean of their projections,
+    of a predicted box belongs to two corners; its target is the mean of their projections,
     which gives the box whose corners are nearest to the projected ones (least squares).
 
     pairs: (predicted, truth). Other arguments and errors are those of `sinkhorn_barycentric`.
@@ -62,7 +62,7 @@ def projected_bins(
 
 
 def _shape_points(shape: Shape) -> FloatArray:
-    """(N, 2) x and y of each point of the shape."""
+    """Return x and y of each point of the shape, (N, 2)."""
     coords = np.array(shape.coords, dtype=np.float64)
     return coords[_BOX_CORNERS] if shape.kind == "bbox_2d" else coords.reshape(-1, 2)
 
@@ -70,7 +70,7 @@ def _shape_points(shape: Shape) -> FloatArray:
 def sinkhorn_barycentric(
     pred_points: Points, gt_points: Points, cost: TransportCost, epsilon: float, iters: int
 ) -> FloatArray:
-    """Barycentric projection (P, 2) of the predicted points, in norm1000.
+    """Return the barycentric projection (P, 2) of the predicted points, in norm1000.
 
         ghat_i = sum_j T_ij g_j / sum_j T_ij
 
@@ -87,11 +87,11 @@ def sinkhorn_barycentric(
 def transport_shares(
     pairs: Sequence[tuple[FloatArray, FloatArray]], cost: TransportCost, epsilon: float, iters: int
 ) -> list[FloatArray]:
-    """Which share (P, G) of each predicted point goes to which ground-truth point, for each pair.
+    """Return for each pair the shares (P, G) of the ground-truth points in each predicted point.
 
     The plan T after `iters` rounds of log-domain Sinkhorn with marginals 1/P and 1/G, each
-    row divided by its sum. Finite for every `epsilon`: towards 0 a point goes to the ground
-    truth that suits it best, towards infinity to all of them alike.
+    row divided by its sum. It is finite for every `epsilon`: towards 0 each point has one ground
+    truth, towards infinity equal shares of all.
 
     pairs: points (P, 2) and (G, 2) of a prediction and of a ground truth, P and G at least 1.
     cost: `l1`, |dx| + |dy|, or `l2`, the Euclidean distance (not its square).
@@ -124,7 +124,7 @@ def _filled_size(points: FloatArray) -> int:
 
 
 def _fill(sets: Sequence[FloatArray], size: int) -> tuple[FloatArray, IndexArray]:
-    """Sets of points as one array (`size`, B, 2), and how many points each has."""
+    """Return sets of points as one array (`size`, B, 2), and the number of points of each."""
     sizes = np.array([len(points) for points in sets])
     order = np.arange(size)[:, None]
     starts = np.cumsum(sizes) - sizes
@@ -138,7 +138,7 @@ def _sinkhorn(
     epsilon: float,
     iters: int,
 ) -> FloatArray:
-    """Plans (P, G, B), each row divided by its sum; what fillers have in them is of no use.
+    """Return the plans (P, G, B), each row divided by its sum; entries of fillers have no meaning.
 
     costs: (P, G, B). pred_sizes, truth_sizes: (B,) points that are no fillers.
     """

@@ -131,7 +131,7 @@ def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
     found = with_target(found, tokenizer, "desc_first", MATCHING)
     assert found.target is None
     assert found.left_out is not None
-    assert "without 1 of its objects it reads otherwise" in found.left_out
+    assert "without 1 of its objects it is read differently" in found.left_out
     assert len(found.parsed.objects) == 2
 
 

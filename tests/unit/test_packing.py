@@ -275,7 +275,7 @@ def test_a_segment_that_no_pack_or_buffer_holds_is_named_with_the_ways_out(last:
     with pytest.raises(ContractError) as full:
         step(limit=2).chunk(items(1, 1, 1), last=last)
     assert full.value.where == "training.packing_buffer"
-    assert full.value.found == "sample train.jsonl:3 comes when 2 segments already wait"
+    assert full.value.found == "no place for sample train.jsonl:3: 2 segments wait"
     assert full.value.do == "Raise training.packing_buffer or lower training.effective_batch_size"
     with pytest.raises(ContractError, match="index 1 of the buffer"):
         select_segments([5, 21], 20)

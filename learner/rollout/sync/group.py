@@ -144,7 +144,7 @@ class Group:
         return self._begin(group, bucket, left)
 
     def _packs(self, members: Sequence[ParameterMeta]) -> bool:
-        """Return whether a bucket is packed; a large tensor alone is sent from where it lies."""
+        """Return whether a bucket is packed; a single large tensor is sent without a copy."""
         return len(members) > 1 or members[0].num_bytes < members[0].wire_bytes
 
     def _slots(self, size: int) -> Sequence[Tensor]:
@@ -156,7 +156,7 @@ class Group:
 
 
 class SharedMemoryGroup(Group):
-    """Hands slots of memory to workers that map it, on the GPU if there is one."""
+    """Sends through memory that the workers map, on the GPU if there is one."""
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
@@ -188,7 +188,7 @@ class SharedMemoryGroup(Group):
 
 @contextmanager
 def mapped_memory(size: int) -> Iterator[tuple[Tensor, SharedMemory]]:
-    """Two slots of `size` bytes (uint8), and what other processes need to map them."""
+    """Yield two slots of `size` bytes (uint8), and their description for other processes."""
     size = -(-size // 16) * 16
     if torch.cuda.is_available():
         data = torch.empty(2 * size, dtype=torch.uint8, device="cuda")

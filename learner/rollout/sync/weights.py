@@ -1,4 +1,4 @@
-"""What a push sends, in the names of the Hugging Face checkpoint and the engines' type (SYNC-01).
+"""The tensors of a push, with the names of the checkpoint and the engines' type (SYNC-01).
 
     MergedWeights     full weights; LoRA and DoRA merged layer by layer, in a copy (SYNC-02)
     GatheredWeights   full weights of a sharded model
@@ -42,7 +42,7 @@ class WeightSource(Protocol):
     def adapter(self) -> AdapterMeta | None: ...
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Return name, type and shape of what `tensors` yields, without making any of it."""
+        """Return name, type and shape of each of `tensors`, without making them."""
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, detached tensor of its `wire_dtype`)."""
@@ -65,7 +65,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
+        """Yield (checkpoint name, weight); without merge and cast it is the model's own tensor."""
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
             yield from _experts_apart(name, _cast(name, merged, dtype))
@@ -75,7 +75,7 @@ class MergedWeights:
         return self.tensors(dtype)
 
     def _entries(self) -> Iterator[tuple[str, Tensor, Adapted | None]]:
-        """(checkpoint name, parameter, its adapted layer when it has to be merged)."""
+        """Yield (checkpoint name, parameter, its adapted layer if it must be merged)."""
         for name, weight in self._model.named_parameters():
             owner, _, leaf = name.rpartition(".")
             if ".lora_" in f".{name}" or ".trainable_tokens_" in name:
@@ -90,11 +90,11 @@ class MergedWeights:
 
 
 class GatheredWeights(MergedWeights):
-    """All weights of a model of which every process holds shards (FSDP2).
+    """All weights of a sharded model (FSDP2).
 
     `tensors` yields the weights of the last `gather`, from memory of the host and in the type of
-    the servers. Nothing is gathered then: process 0 pushes to a restarted server while the other
-    processes generate or train, and a push that breaks leaves no process in a collective.
+    the servers. It gathers nothing: process 0 can push to a restarted server while the other
+    processes generate or train, and a broken push leaves no process in a collective.
 
     sends: this process keeps the weights; the others help to gather them.
     """
@@ -105,7 +105,7 @@ class GatheredWeights(MergedWeights):
         self._whole: dict[str, Tensor] = {}
 
     def gather(self, dtype: DtypeName) -> None:
-        """Put every parameter together; all processes at the same time."""
+        """Gather every parameter; all processes call it at the same time."""
         deque(self.stream(dtype), maxlen=0)
 
     def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +129,7 @@ class GatheredWeights(MergedWeights):
         kept.copy_(whole)
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, weight); one that needs no cast is kept until the next `gather`."""
+        """Yield (checkpoint name, weight), valid until the next `gather`."""
         assert self._whole, "`gather` comes before a push, which another process makes"
         for name, weight in self._whole.items():
             yield from _experts_apart(name, _cast(name, weight, dtype))
@@ -190,7 +190,7 @@ class AdapterWeights:
         ]
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(name as in peft's files, tensor); one that needs no cast is the model's."""
+        """Yield (name as in peft's files, tensor); without a cast it is the model's own tensor."""
         for name, tensor in self._state().items():
             yield name, tensor.detach().to(getattr(torch, dtype))
 

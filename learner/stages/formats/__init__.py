@@ -1,7 +1,7 @@
-"""How an answer is written: one module for each format, chosen by `custom.answer_format`.
+"""Answer formats: one module for each, chosen by `custom.answer_format`.
 
-A format reads an answer strictly, continues and closes a kept prefix, and reads a finished target
-back. CONTRIBUTING.md explains how to add another one.
+A format parses an answer strictly, continues and closes a kept prefix, and reads a finished target.
+CONTRIBUTING.md explains how to add one.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,8 +16,8 @@ from learner.types import FieldOrder, GroundTruthObject, ParsedRollout
 class ReadBack(NamedTuple):
     """A finished target as its format reads it; places are positions of its tokens.
 
-    parsed: what `parse` finds in it.
-    spans: [start, end) of each entry, with all that leads up to it; a token whose text goes on
+    parsed: the result of `parse`.
+    spans: [start, end) of each entry with its separator and key; a token whose text continues
         behind the last character of an entry is in the next one, too.
     closure: the token that closes the answer, and the EOS after it.
     """
@@ -28,35 +28,35 @@ class ReadBack(NamedTuple):
 
 
 class AnswerFormat(Protocol):
-    """What the stages ask of an answer format. Every answer ends with `<|im_end|>`.
+    """The interface of an answer format. Every answer ends with `<|im_end|>`.
 
-    What the repeat guard counts is in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
+    The marks that the repeat guard counts are in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
     """
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        """What the response ids hold, and the prefix of them that can be continued.
+        """Return the objects of the response ids, and the prefix that can be continued.
 
-        allow_poly: false where polygons are dropped.
+        allow_poly: false if polygons are dropped.
 
-        No ids raise; `ContractError` only for a tokenizer without the tokens of the format.
+        Accepts all ids. Raises `ContractError` for a tokenizer without the tokens of the format.
         """
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        """Read a finished target, polygons allowed; None where no EOS follows its closed answer."""
+        """Read a finished target, polygons allowed; None if no EOS follows its closed answer."""
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        """The ids of the prefix of `parsed` with only some of its entries.
+        """Return the ids of the prefix of `parsed` with only some of its entries.
 
         kept: places in `parsed.entry_ends`; may be empty.
 
-        Valid entries behind a removed one are numbered anew; no other text of the kept ones
-        changes. A token keeps its id where all of its text stays.
+        Valid entries behind a removed one get new numbers; no other text of the kept ones changes.
+        A token keeps its id if all of its text stays.
         """
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
-        """A whole answer without its end marker; objects are numbered from 1."""
+        """Return a whole answer without its end marker; objects are numbered from 1."""
 
     def append(
         self,
@@ -65,18 +65,18 @@ class AnswerFormat(Protocol):
         start_index: int,
         field_order: FieldOrder,
     ) -> str:
-        """Text that continues `prefix_text` with `objects` and closes the answer.
+        """Return the text that continues `prefix_text` with `objects` and closes the answer.
 
-        prefix_text: of a prefix that `parse` gave. start_index: number of the first object.
+        prefix_text: of a prefix of `parse`. start_index: number of the first object.
         """
 
 
 def object_key(index: int) -> str:
-    """Name of the object with number `index`, as logs have it."""
+    """Return the name of the object with number `index`, as in logs."""
     return f"object_{index}"
 
 
 def answer_format(config: Config) -> AnswerFormat:
-    """The format that a run writes and reads."""
+    """Return the answer format of a run."""
     found: AnswerFormat = load_registered(ANSWER_FORMATS, config.custom.answer_format)
     return found

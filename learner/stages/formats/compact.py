@@ -5,15 +5,15 @@ r"""The shortest answer format: a line for each object, its description and its 
     .<|im_end|>
 
 Four coordinates are a box, six or more a polygon. With `geometry_first` the coordinates come before
-the description. A dot closes the answer, so that one that ends early can be told from one that is
-complete. With Qwen's tokenizer an object takes its description and five tokens.
+the description. A dot closes the answer and distinguishes a complete answer from a truncated one.
+With Qwen's tokenizer an object takes its description and five tokens.
 
-An entry is a line that has ended. A coordinate is known by its id, never by its text. Nothing is
-repaired: a line that breaks a rule is dropped with the first reason that applies, in the order of
-`_judge`. An entry has no key of its own; logs number them from `object_1` on.
+An entry is a line with its newline. A coordinate is recognized by its id, never by its text.
+Nothing is repaired: a line with an error is dropped with the first reason that applies, in the
+order of `_judge`. An entry has no key of its own; logs number entries from `object_1` on.
 
-A description is any text of one line without coordinate tokens that is not blank. Another one
-cannot be written; the target of such a sample cannot be read back.
+A description is any text of one line that is not blank and has no coordinate tokens. The target of
+a sample with another description cannot be read.
 """
 
 import re
@@ -49,7 +49,7 @@ class _Line(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """The ended lines of an answer. closed: the dot stands behind the last line, alone."""
+    """The complete lines of an answer. closed: only the dot follows the last line."""
 
     lines: list[_Line]
     closed: bool
@@ -141,9 +141,9 @@ def _assess(scan: _Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
 
 
 def _cut(lines: Sequence[_Line], answer: Answer) -> tuple[int, list[int]]:
-    """How many lines are kept, and their ids: all up to the last one with a coordinate.
+    """Return the number of kept lines, and their ids: all up to the last one with a coordinate.
 
-    A line whose end no ids spell is passed over for the one before it.
+    A line is skipped if no ids encode its end.
     """
     for kept in range(len(lines), 0, -1):
         line = lines[kept - 1]
@@ -153,7 +153,7 @@ def _cut(lines: Sequence[_Line], answer: Answer) -> tuple[int, list[int]]:
 
 
 def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> ParsedObject | DropReason:
-    """One ended line, valid or with the first reason against it."""
+    """Return the object of a complete line, or the first reason to drop it."""
     tokens, coords = answer.tokens, line.coords
     if not coords:
         return "missing_geom"

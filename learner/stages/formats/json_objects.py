@@ -162,8 +162,8 @@ class JsonFormat:
 def _cut(scan: Scanner, answer: Answer) -> tuple[int, list[int]] | None:
     """Return the place of the last character to keep, and the ids up to it; None for no place.
 
-    The end of the last object, else `open_at` (PARSE-05). A place inside a token whose leading
-    piece no ids spell exactly is passed over for the one before it.
+    The end of the last object, else `open_at` (PARSE-05). A place inside a token is skipped
+    if no ids encode the leading piece of the token exactly.
     """
     if scan.open_at is None:
         return None
@@ -182,7 +182,7 @@ def read_object(
 ) -> ParsedObject | DropReason:
     """Judge the value of one entry, in the order of PARSE-04.
 
-    key, index: what the object is called and numbered.
+    key, index: name and number of the object.
     """
     if not (entry.is_object and entry.well_led):
         return "key_invalid"
@@ -209,7 +209,7 @@ def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] 
     """Fields of the object; None if it is no JSON, or keys repeat or nest."""
     if entry.nested:
         return None
-    # As a number, a bare coordinate cannot pass for a description.
+    # A bare coordinate becomes a number, so that it is no description.
     bins, bare = answer.vocab.bins, _bare_coords(entry, inside, answer)
     numbers = {token: f" {bins[answer.ids[token]]} " for token in bare}
     try:
@@ -221,7 +221,7 @@ def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] 
 
 
 def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
-    """Coordinate tokens of the value that stand outside of its strings."""
+    """Return the coordinate tokens of the value that are outside of its strings."""
     quoted = {opening + 1 for opening, _ in entry.strings}
     bare = []
     for i in inside:
@@ -235,9 +235,9 @@ def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
 
 
 def _check_fields(fields: dict[str, Any]) -> DropReason | None:
-    """Rules about keys, description and the kind of geometry, in the order of PARSE-04."""
+    """Check keys, description and the kind of geometry, in the order of PARSE-04."""
     others = [key for key in fields if key != "desc"]
-    # A single unknown list stands where the geometry should; any other key is extra.
+    # A single unknown list is in the place of the geometry; any other key is too much.
     unknown = [
         key for key in others if key not in GEOMETRY_KEYS and not isinstance(fields[key], list)
     ]
@@ -254,11 +254,10 @@ def _check_fields(fields: dict[str, Any]) -> DropReason | None:
 def _build_object(
     entry: Entry, key: str, index: int, fields: dict[str, Any], inside: range, answer: Answer
 ) -> ParsedObject:
-    """The object with all its positions; its coordinates are not checked yet.
+    """Return the object with all its positions; its coordinates are checked later.
 
-    The value is flat here: its strings are the two keys, the description and quoted
-    coordinates, so the description is the second string, or the last one if it comes
-    second.
+    The value is flat here: its strings are the two keys, the description and quoted coordinates. So
+    the description is the second string, or the last one if the geometry is first.
     """
     first_key, second_key = fields
     opening, closing = entry.strings[1 if first_key == "desc" else -1]
@@ -281,8 +280,8 @@ def _build_object(
 
 
 def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropReason | None:
-    """Rules about the geometry's value, in the order of PARSE-04."""
-    # Text that merely looks like a coordinate token, or a number that was written out, has no bin.
+    """Check the value of the geometry, in the order of PARSE-04."""
+    # Text with the characters of a coordinate token, or a plain number, has no bin.
     if not isinstance(values, list) or len(values) != len(parsed.coords):
         return "non_coord_token"
     if not all(value in _SPELLINGS[k] for k, value in zip(parsed.coords, values, strict=True)):
@@ -303,7 +302,7 @@ def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropRe
 def object_text(
     item: GroundTruthObject, field_order: FieldOrder, separators: tuple[str, str]
 ) -> str:
-    """The object in JSON. separators: between fields and items, and behind a key."""
+    """Return the object in JSON. separators: between fields and items, and behind a key."""
     fields = {
         "desc": item.desc,
         item.shape.kind: [coord_token(k) for k in item.shape.coords],

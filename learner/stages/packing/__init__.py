@@ -1,12 +1,12 @@
-"""Which segments share a forward (section 11 of the contract).
+"""The packs of a step: which segments share a forward (section 11 of the contract).
 
-A segment is one whole sample, prompt and target, and here anything with a length. `plan` decides,
-lengths in and indices out; what waits is kept here, for one step at a time. Imports no torch.
+A segment is one whole sample, prompt and target; here only its length counts. `plan` maps lengths
+to indices. This module holds the waiting segments of one step. Imports no torch.
 
-    StepPacker      where segments wait (PACK-01), the packs of one step, counted (PACK-05), and
-                    where each segment went (MET-03)
-    Parts           packs of several versions of the weights, kept apart
-    forwards_due    how many packs all ranks take on together
+    StepPacker      the waiting segments (PACK-01), the packs of one step, their metrics (PACK-05),
+                    and the place of each segment (MET-03)
+    Parts           the packs of each weights version
+    forwards_due    the number of forwards that all ranks run next
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from shared_contracts.errors import ContractError
 
 
 class Whole(Protocol):
-    """A whole sample, as long as its tokens."""
+    """A whole sample; its length is its tokens."""
 
     @property
     def sample_id(self) -> str: ...
@@ -34,19 +34,19 @@ P = TypeVar("P")
 
 
 class Chunk(NamedTuple, Generic[P]):
-    """Packs of a step that are there at once. last: the step has no more."""
+    """Some packs of a step. last: the step has no more."""
 
     packs: Sequence[P]
     last: bool
 
 
 class StepPacker(Generic[S, P]):
-    """Divides the segments of one step into packs; nothing is carried over to the next step.
+    """Divides the segments of one step into packs; no segment is left for the next step.
 
-    With `training.packing: false` every segment is a pack of its own, however long.
+    With `training.packing: false` every segment is a pack of its own, of any length.
 
-    capacity: tokens in a pack. make: a pack of its segments.
-    check_fill: takes `fill` when nothing waits any more.
+    capacity: tokens of a pack. make: makes a pack of segments.
+    check_fill: called with `fill` after the last chunk.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class StepPacker(Generic[S, P]):
         self._packs = 0
 
     def chunk(self, segments: Sequence[S], *, last: bool) -> list[P]:
-        """Return the packs that can be made once this chunk of the step has arrived.
+        """Add a chunk of the step, and return the packs that can be made.
 
-        Before the last chunk these are packs for as long as a whole pack of tokens waits. The
-        last chunk and all segments that still wait share the fewest packs (`plan_packs`).
+        Before the last chunk, packs are made while the waiting segments have the tokens of a whole
+        pack. With the last chunk, all waiting segments share the fewest packs (`plan_packs`).
         """
         numbered = list(enumerate(segments, start=self._come))
         self._come += len(segments)
@@ -91,7 +91,7 @@ class StepPacker(Generic[S, P]):
             if len(self._waiting) >= self._limit:
                 raise ContractError(
                     "training.packing_buffer",
-                    f"sample {each[1].sample_id} comes when {self._limit} segments already wait",
+                    f"no place for sample {each[1].sample_id}: {self._limit} segments wait",
                     "Raise training.packing_buffer or lower training.effective_batch_size",
                 )
             self._waiting.append(each)
@@ -106,7 +106,7 @@ class StepPacker(Generic[S, P]):
         return [len(segment) for _, segment in self._waiting]
 
     def _take(self, plan: Sequence[Sequence[int]]) -> list[list[tuple[int, S]]]:
-        """Return the packs of places in `_waiting`; their segments wait no more."""
+        """Return the packs of places in `_waiting`, and remove their segments."""
         packs = [[self._waiting[place] for place in pack] for pack in plan]
         taken = set(chain.from_iterable(plan))
         self._waiting = [each for i, each in enumerate(self._waiting) if i not in taken]
@@ -114,12 +114,12 @@ class StepPacker(Generic[S, P]):
 
     @property
     def places(self) -> list[Place]:
-        """Of all segments in the order in which they came, once none of them waits."""
+        """The places of all segments, in the order of arrival; for use after the last chunk."""
         return [self._places[number] for number in range(self._come)]
 
     @property
     def fill(self) -> float:
-        """Tokens in the packs over the room in them."""
+        """Tokens in the packs, divided by their capacity."""
         return self._tokens / max(self._packs * self._capacity, 1)
 
     @property
@@ -127,7 +127,7 @@ class StepPacker(Generic[S, P]):
         return sum(place.length for place in self._places.values())
 
     def payload(self) -> Payload:
-        """Counts of all packs so far."""
+        """Return the metrics of all packs so far."""
         payload = Payload()
         room = self._packs * self._capacity
         payload.rate({"packing/post_rollout_fill": (self._tokens, room)})
@@ -143,14 +143,14 @@ class StepPacker(Generic[S, P]):
 
 @dataclass(frozen=True)
 class Part(Generic[P]):
-    """Packs of answers by one version of the weights, and by no other."""
+    """Packs of answers by one version of the weights."""
 
     version: int
     packs: Sequence[P]
 
 
 class Parts(Generic[P]):
-    """Takes the segments of each round; has the parts when all rounds are over."""
+    """Collects the segments of each round into parts of one version."""
 
     def __init__(self, packer: StepPacker[Any, P]) -> None:
         self._packer = packer
@@ -159,14 +159,14 @@ class Parts(Generic[P]):
         self._made: list[P] = []
 
     def add(self, version: int, segments: Sequence[Whole]) -> None:
-        """A new version finishes the packs of the last one, however full: none mixes them."""
+        """Add a round. A new version finishes the packs of the last one: none mixes both."""
         if self._version not in (None, version):
             self._finish()
         self._version = version
         self._made += self._packer.chunk(segments, last=False)
 
     def finished(self) -> list[Part[P]]:
-        """The parts, in order."""
+        """Return the parts, in order."""
         self._finish()
         return self._over
 
@@ -178,10 +178,10 @@ class Parts(Generic[P]):
 
 
 def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
-    """Forwards that every rank runs after another chunk of each.
+    """Return the number of forwards that every rank runs after the next chunk of each.
 
-    ready: packs that each rank holds. over: ranks that will have no more. unsynced: gradients
-    of this step wait to be synchronized. As many as all of them have; once all are over, as
-    many as the one with the most, and at least the one that synchronizes.
+    ready: packs of each rank. over: ranks without further chunks. unsynced: gradients of this step
+    are not synchronized yet. The result is the smallest number of packs; after the last chunks of
+    all ranks the largest, and at least 1 if gradients must be synchronized.
     """
     return max(*ready, int(unsynced)) if all(over) else min(ready)
