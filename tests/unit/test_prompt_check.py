@@ -14,11 +14,10 @@ pytestmark = pytest.mark.req("ROLL-01", "RES-16")
     ("ours", "theirs", "mine", "other"),
     [
         ("<|coord_7|><|coord_8|>", "<|coord_7|>", "<|coord_8|>", None),
-        ("<|coord_7|><|coord_8|>", "", "<|coord_7|>", None),
         ("<|coord_7|>", "<|coord_7|><|coord_8|>", None, "<|coord_8|>"),
         ("<|coord_7|><|coord_8|>dog", "<|coord_7|><|coord_9|>cat", "<|coord_8|>", "<|coord_9|>"),
     ],
-    ids=["shorter", "empty", "longer", "another token"],
+    ids=["shorter", "longer", "another token"],
 )
 def test_the_first_difference_is_shown_with_both_tokens(
     toy_tokenizer: PreTrainedTokenizerFast,
