@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 
 from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
@@ -324,57 +324,3 @@ def test_the_plug_in_for_swift_rollout_refuses_to_do_nothing(
     monkeypatch.setenv(CONFIG_JSON, RepeatTerminateConfig().model_dump_json())
     runpy.run_path(plugin)
     assert EngineArgs.__post_init__ is untouched
-
-
-@pytest.fixture(scope="module")
-def model(tied: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(tied).eval()
-
-
-def generate(
-    model: Any, tokenizer: Any, prompts: list[str], processor: Any = None
-) -> list[list[int]]:
-    """Greedy answers of 40 tokens to left-padded prompts, padding included."""
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    processors = [] if processor is None else [processor(inputs.input_ids.shape[1])]
-    ids = model.generate(
-        **inputs,
-        max_new_tokens=40,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        logits_processor=processors,
-    )
-    answers: list[list[int]] = ids[:, inputs.input_ids.shape[1] :].tolist()
-    return answers
-
-
-@pytest.mark.req("REP-02", "REP-03")
-def test_transformers_ends_a_row_one_step_after_the_verdict_and_no_other(
-    model: Any, tokenizer: Any, key: list[int]
-) -> None:
-    """A real model. Expected ends: the guard over its answers without one."""
-    prompts = ["Detect every object.", "cat", "object", "the red square the red square"]
-    free = generate(model, tokenizer, prompts)
-    config = RepeatTerminateConfig(
-        enabled=True,
-        min_new_tokens=4,
-        max_consecutive_token_repeats=4,
-        ngram_size=2,
-        ngram_repeats=3,
-    )
-    made: list[HfProcessor] = []
-
-    def processor(prompt_length: int) -> HfProcessor:
-        made.append(HfProcessor(config, tokenizer, prompt_length, [tokenizer.eos_token_id]))
-        return made[0]
-
-    guarded = generate(model, tokenizer, prompts, processor)
-    ends = [verdicts(config, key, answer) for answer in free]
-    assert {end[-1] for end in ends} == {True, False}
-    for answer, whole, end in zip(guarded, free, ends, strict=True):
-        kept = end.index(True) if end[-1] else len(whole)
-        assert made[0].ended(answer[:kept]) is end[-1]
-        assert answer[:kept] == whole[:kept]
-        if end[-1]:
-            assert answer[kept] == tokenizer.eos_token_id
-            assert set(answer[kept + 1 :]) <= {tokenizer.pad_token_id}
