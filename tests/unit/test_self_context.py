@@ -23,7 +23,6 @@ from tests.unit.toy_learner import (
     ToyLearner,
     forwards_of,
     sharpened,
-    stated_arguments,
 )
 
 MODES: tuple[CoordContextMode, ...] = get_args(CoordContextMode)
@@ -58,17 +57,6 @@ def slots(pack: Pack) -> Tensor:
     return pack.supervision.coord_positions
 
 
-def expected_embeddings(loaded: LoadedModel, pack: Pack, logits: Tensor) -> Tensor:
-    """The mean embedding at each slot under the logits of the token before; (K, hidden)."""
-    table = embedded(loaded, torch.tensor(loaded.vocab.ids)).double()
-    means = []
-    for position in slots(pack).tolist():
-        values = logits[position - 1, loaded.vocab.ids].double()
-        weights = (values - values.max()).exp()
-        means.append((weights[:, None] * table).sum(0) / weights.sum())
-    return torch.stack(means)
-
-
 # --- how often, and with what
 
 
@@ -83,40 +71,6 @@ def test_every_pack_has_exactly_as_many_forwards_as_iterations(
     for iterations in (1, 2, 3, 4):
         seen = forwards(loaded, small, SelfContext(iterations, mode, grad_mode))
         assert len(seen) == iterations
-
-
-@pytest.mark.req("CHA-02", "PACK-04")
-@pytest.mark.scenario("Multimodal forward does not fail under iterative inputs_embeds")
-@pytest.mark.parametrize("mode", MODES)
-def test_what_reaches_the_model_is_the_same_in_every_iteration_but_the_embeddings(
-    loaded: LoadedModel, pack: Pack, mode: CoordContextMode
-) -> None:
-    first, *later = forwards(loaded, pack, SelfContext(3, mode))
-    assert pack.pixel_values is not None
-    assert pack.image_grid_thw is not None
-    assert torch.equal(first.arguments["input_ids"], pack.input_ids)
-    for seen in (first, *later):
-        given = {name: value for name, value in seen.arguments.items() if value is not None}
-        assert given.keys() <= stated_arguments()
-        assert given.keys() == {
-            "input_ids" if seen is first else "inputs_embeds",
-            "position_ids",
-            "mm_token_type_ids",
-            "pixel_values",
-            "image_grid_thw",
-            "cu_seq_lens_q",
-            "cu_seq_lens_k",
-            "max_length_q",
-            "max_length_k",
-            "use_cache",
-        }
-        assert given["use_cache"] is False
-        assert given["position_ids"].shape == (4, 1, len(pack))
-        assert torch.equal(given["position_ids"], pack.position_ids)
-        assert torch.equal(pack.pixel_values, given["pixel_values"])
-        assert torch.equal(pack.image_grid_thw, given["image_grid_thw"])
-        assert torch.equal(given["mm_token_type_ids"], pack.mm_token_types)
-        assert seen.logits.shape[0] == len(pack)
 
 
 # --- what is fed back
@@ -138,18 +92,6 @@ def test_only_coordinate_slots_differ_from_the_embedded_ids_to_the_bit(
         assert torch.equal(row[~is_slot], base[~is_slot])
         assert torch.equal(row[is_image], base[is_image])
         assert (row[is_slot] != base[is_slot]).any(dim=-1).all()
-
-
-@pytest.mark.req("CHA-01")
-def test_a_slot_reads_what_the_forward_before_expected_there(
-    loaded: LoadedModel, pack: Pack
-) -> None:
-    seen = forwards(loaded, pack, SelfContext(4, "soft"))
-    fed_back = [f.arguments["inputs_embeds"][0, slots(pack)] for f in seen[1:]]
-    for before, context in zip(seen, fed_back, strict=False):
-        wanted = expected_embeddings(loaded, pack, before.logits)
-        assert torch.allclose(context.double(), wanted, atol=1e-5)
-    assert not torch.allclose(fed_back[0], fed_back[1], atol=1e-4)
 
 
 # --- what is recorded, and what the objectives look at

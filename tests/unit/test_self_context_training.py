@@ -57,16 +57,15 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "RES-08", "RUN-02")
-@pytest.mark.parametrize("tuner", [{}, DORA], ids=["full", "dora"])
 def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, tuner: dict[str, Any]
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     several = {
         "training": {"max_steps": 2},
         "global_max_length": 200,
         "stage2_ab": {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 3},
         "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 6},
-        "tuner": tuner,
+        "tuner": DORA,
     }
     small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
     del small["rollout_matching"]["vllm"]
@@ -90,8 +89,10 @@ def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
         assert call["position_ids"].shape[:2] == (4, 1)
     for first in range(0, 3 * packs_of_a, 3):
         for later in (first + 1, first + 2):
-            for same in ("position_ids", "pixel_values", "image_grid_thw"):
-                assert torch.equal(calls[later][same], calls[first][same])
+            assert calls[later].keys() == calls[first].keys()
+            for name, value in calls[first].items():
+                if isinstance(value, torch.Tensor) and name != "input_ids":
+                    assert torch.equal(calls[later][name], value), name
 
 
 @pytest.fixture(scope="module")
