@@ -207,7 +207,12 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
     return entries, style.comma, draw(st.sampled_from(tails))
 
 
-@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "RES-05")
+@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "RES-05", "PARSE-03", "PARSE-04", "APPEND-02")
+@pytest.mark.scenario(
+    "One malformed object does not block training",
+    "Parse failures are visible without crashing",
+    "Ambiguous coord-slot alignment excludes object from self-context supervision",
+)
 @FUZZ
 @given(data=st.data())
 def test_each_token_has_the_role_of_its_characters_wherever_the_text_is_split(

@@ -30,12 +30,10 @@ from tests.unit.answers import (
     encode,
     entry,
     pieces,
-    text_in_role,
     text_of,
 )
 from tests.unit.config_faults import WARMUP
 
-GHOST = entry(2, "ghost", (900, 900, 999, 999))
 DOG_BINS = DOG.shape.coords
 
 
@@ -92,7 +90,7 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, d
 
 @pytest.mark.req("APPEND-02", "PARSE-04", "PARSE-05")
 @pytest.mark.scenario("No valid predictions fall back to canonical GT order")
-@pytest.mark.parametrize("rollout", ["", "no brace", "{}", "{", '{"object_1": {"desc": "c'])
+@pytest.mark.parametrize("rollout", ["no brace", "{}", '{"object_1": {"desc": "c'])
 def test_a_rollout_without_objects_trains_on_all_truths_in_their_order(
     tokenizer: PreTrainedTokenizerFast, rollout: str
 ) -> None:
@@ -116,11 +114,9 @@ def test_a_rollout_without_objects_trains_on_all_truths_in_their_order(
         ("{" + entry(2) + ', "object_9": {"desc": "no box"}}', 10),
         # The name of an entry without a colon is not given again.
         ('{"object_1" {"desc": "no box"}}', 2),
-        *((f'{{"object_{10**n - 1}": {{"desc": "no box"}}}}', 10**n) for n in (18, 19, 639)),
         (f'{{"object_{10**639 - 1}": {{}}}}', 10**639),
-        ("{" + entry(10**639 - 1) + "}", 10**639),
     ],
-    ids=range(8),
+    ids=range(4),
 )
 def test_new_keys_follow_the_largest_key_even_of_an_invalid_object_and_can_be_read_back(
     tokenizer: PreTrainedTokenizerFast, rollout: str, first: int
@@ -229,37 +225,6 @@ def test_roles_of_a_matched_a_false_and_an_appended_object(
     ]
 
 
-@pytest.mark.req("LOSS-01", "PARSE-03", "PARSE-04", "APPEND-02")
-@pytest.mark.scenario(
-    "One malformed object does not block training",
-    "Parse failures are visible without crashing",
-    "Ambiguous coord-slot alignment excludes object from self-context supervision",
-)
-@pytest.mark.parametrize(
-    ("invalid", "reason"),
-    [
-        ('"object_1": {"desc": "no box"}', "missing_geom"),
-        ('"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>"]}', "wrong_arity"),
-        ('"object_1": 5', "key_invalid"),
-        ('"thing": {"desc": "cat"}', "key_invalid"),
-        # A coordinate that is spelled with an escape is JSON text, but no coordinate token.
-        (entry(1).replace("<|coord_10|>", "<|c\\u006ford_10|>"), "non_coord_token"),
-    ],
-)
-def test_a_dropped_object_is_taught_nothing_and_the_opening_brace_goes_with_it(
-    tokenizer: PreTrainedTokenizerFast, invalid: str, reason: str
-) -> None:
-    rollout = "{" + invalid + ", " + entry(2) + "}"
-    assert parse_rollout(encode(tokenizer, rollout), tokenizer).dropped[0][1] == reason
-    target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0)])
-    false_text = text_in_role(tokenizer, target, Role.FALSE_POSITIVE)
-    assert false_text.startswith("{" + invalid)
-    # At most the punctuation that shares a token with the dropped entry.
-    assert false_text.removeprefix("{" + invalid).strip(', "') == ""
-    assert text_in_role(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
-    assert [group.matched for group in target.coord_groups] == [True, False]
-
-
 # ---- coordinates ---------------------------------------------------------------------
 
 POLYGON = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
@@ -360,23 +325,19 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
     "rollout",
     [
         "{" + entry(1, '}} {\\" }') + "}",
-        "{" + entry(1, '}} {\\" }'),
-        f"{{{entry(1)}, {GHOST}}}",
-        "{}",
         "nothing",
         None,
     ],
 )
-@pytest.mark.parametrize("missed", [True, False])
 def test_the_closing_brace_and_the_eos_are_closure_even_when_fused(
-    tokenizer: PreTrainedTokenizerFast, rollout: str | None, missed: bool
+    tokenizer: PreTrainedTokenizerFast, rollout: str | None
 ) -> None:
     """It closes the outermost `{`, as the whole is JSON. rollout: None for the whole answer."""
     if rollout is None:
-        target = build_ground_truth_target([CAT, DOG][: 1 + missed], tokenizer, "desc_first")
+        target = build_ground_truth_target([CAT, DOG], tokenizer, "desc_first")
         assert pieces(tokenizer, target.token_ids)[-2].endswith("}}")
     else:
-        target = target_of(tokenizer, rollout, [CAT, DOG][: 1 + missed])
+        target = target_of(tokenizer, rollout, [CAT, DOG])
     answer_of(tokenizer, target)
     assert text_of(tokenizer, target.token_ids).endswith("}" + IM_END)
     length = len(target.token_ids)

@@ -68,7 +68,7 @@ def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
     assert seeing.end_ids == {vocab.end_id, image, video}
 
 
-@pytest.mark.parametrize("token_id", [-1, 10**6, 2**32, 2**70])
+@pytest.mark.parametrize("token_id", [-1, 10**6, 2**32])
 def test_an_id_outside_of_the_vocabulary_has_no_text(
     tokenizer: PreTrainedTokenizerFast, token_id: int
 ) -> None:

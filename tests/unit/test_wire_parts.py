@@ -29,15 +29,15 @@ def some_words(count: int) -> list[int]:
 
 
 @pytest.mark.req("SYNC-06")
-@pytest.mark.parametrize("count", [0, 1, 3, 4095, 4096, 4097, 3 * 4096, 20_001])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_001])
 def test_a_digest_is_that_of_its_definition(count: int) -> None:
     words = some_words(count)
     assert digest_of(words) == defined(words)
 
 
 @pytest.mark.req("SYNC-06")
-@pytest.mark.parametrize("bit", [0, 1, 31, 63])
-@pytest.mark.parametrize("place", [0, 5, 4095, 4096, 2 * 4096 + 17, 10_000])
+@pytest.mark.parametrize("bit", [0, 63])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 10_000])
 def test_a_flipped_bit_and_words_that_trade_places_are_seen(bit: int, place: int) -> None:
     """Bit 63 is the sign. The distances are those of a word, a row, and to the tail."""
     words = some_words(10_001)
