@@ -4,7 +4,6 @@ import io
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,6 @@ class Slow(RolloutBackend):
     def close(self) -> None: ...
 
 
-def policy_of(report: Callable[[str], object]) -> Policy:
-    return Policy(Slow(report), Asking("", None, RequestConfig()))
-
-
 SAMPLES = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
 
 
@@ -123,7 +118,7 @@ def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lin
         if len(waited) < 4:
             waited.append(output.wait(words))
 
-    policy = policy_of(report)
+    policy = Policy(Slow(report), Asking("", None, RequestConfig()))
     policy.push_if_stale()
     policy.answer(SAMPLES, 0)
     assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", waited[0])
@@ -141,15 +136,6 @@ def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lin
 # --- where it is shown
 
 
-@contextmanager
-def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> Iterator[Callable[[str], object]]:
-    """Waits for words on a console."""
-    monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
-    out = Output()
-    with showing_waits(Console(file=out, force_terminal=terminal, width=100)):
-        yield out.output.wait
-
-
 class Output(io.StringIO):
     def __init__(self) -> None:
         super().__init__()
@@ -161,12 +147,12 @@ class Output(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+def test_a_wait_is_a_status_on_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    with shown(monkeypatch, terminal=terminal) as wait:
-        policy = policy_of(wait)
-        policy.push_if_stale()
-        policy.answer(SAMPLES, 0)
-        last = wait("3 of 3 are there, ")
-    assert ("\x1b[" in str(last)) == terminal
+    monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
+    out = Output()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    with showing_waits(console), waiting_for("a push"):
+        shown = out.output.wait("a push")
+    assert ("\x1b[" in shown) == terminal
