@@ -96,7 +96,6 @@ def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 
         {"chunk": 3, "global_max_length": 160},
         {"chunk": 3, "stage2_ab": {"channel_b": {"prefix": "clean"}}},
         {"chunk": 2, "rollout_matching": {**SERVERS, "async_rollout": {"enabled": True}}},
-        {"chunk": 3, **GROUPS_OF_7},
         {"chunk": 9, **merge(GROUPS_OF_7, ASYNC_GROUPS)},
     ],
     ids=lambda kind: "-".join(map(str, kind)),
@@ -178,7 +177,6 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "parts"),
     [
         (put("parse", "objects", 0, "coords", 2, 998), ["parse.objects[0].coords[2]", "998"]),
-        (put("parse", "dropped", [["object_9", "key_invalid"]]), ["parse.dropped[0]", "nothing"]),
         (
             put("match", "pairs", []),
             ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]"],
@@ -192,7 +190,6 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
             lambda line: line["target"]["groups"][0][1].__setitem__(2, 2.5),
             ["target.groups[0].bins[2]", "logged 2.5"],
         ),
-        (put("segment", None), ["field packs", "logged null"]),
         (put("segment", "pack", 77), ["packs.pack", "logged 77"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

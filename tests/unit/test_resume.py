@@ -120,11 +120,7 @@ def test_a_broken_checkpoint_is_skipped_but_a_run_with_only_broken_ones_is_refus
 
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ({"training": {"seed": 1}, "data": {"shuffle": False}}, ["data.shuffle", "training.seed"]),
-    ({"training": {"effective_batch_size": 12}}, ["training.effective_batch_size"]),
-    ({"training": {"vit_lr": 1e-5}}, ["training.vit_lr"]),
     ({"training": {"lr_scheduler_type": "linear"}}, ["training.lr_scheduler_type"]),
-    ({"training": {"packing": False}}, ["training.packing"]),
-    ({"rollout_matching": {"max_new_tokens": 5}}, ["rollout_matching.max_new_tokens"]),
     ({"stage2_ab": {"schedule": {"b_ratio": 0.25}}}, ["stage2_ab.schedule.b_ratio"]),
 ]
 
