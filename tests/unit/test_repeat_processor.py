@@ -157,30 +157,20 @@ def verdicts(config: RepeatTerminateConfig, key: list[int], stream: Sequence[int
 
 
 @pytest.mark.req("REP-03")
-@given(data=st.data(), config=configs(), rows=st.integers(1, 4), deferred=st.booleans())
-def test_both_processors_give_the_verdicts_of_the_plain_definition(
-    vllm_config: Any,
-    tokenizer: Any,
-    key: list[int],
-    data: st.DataObject,
-    config: RepeatTerminateConfig,
-    rows: int,
-    deferred: bool,
+@given(data=st.data(), config=configs(), rows=st.integers(1, 4))
+def test_transformers_processor_gives_the_verdicts_of_the_plain_definition(
+    tokenizer: Any, key: list[int], data: st.DataObject, config: RepeatTerminateConfig, rows: int
 ) -> None:
     ids = st.lists(st.sampled_from([A, B, *key]), min_size=20, max_size=20)
     streams = [data.draw(ids) for _ in range(rows)]
-    batch = Batch(make_processor(vllm_config, config), deferred)
-    batch.change(join=[Row(params(), [*each, A]) for each in streams])
     hf = HfProcessor(config, tokenizer, prompt_length=2, eos_token_ids=[tokenizer.eos_token_id])
-    hf_forced = []
+    forced = []
     for length in range(21):
-        batch.step()
         tokens = torch.tensor([[A, A, *each[:length]] for each in streams])
         scores = hf(tokens, torch.zeros(rows, len(tokenizer)))
-        hf_forced.append([bool(row.isneginf().any()) for row in scores])
+        forced.append([bool(row.isneginf().any()) for row in scores])
     expected = [verdicts(config, key, stream) for stream in streams]
-    assert [row.forced for row in batch.rows] == expected
-    assert [list(row) for row in zip(*hf_forced, strict=True)] == expected
+    assert [list(row) for row in zip(*forced, strict=True)] == expected
 
 
 # Which of five rows come or go (a bit for each); then two trade places, in half of the steps.
@@ -188,7 +178,7 @@ TURNS = st.integers(0, 2**5 - 1)
 SWAPS = st.sampled_from([None] * 6 + [(one, other) for one in (0, 1) for other in (2, 3, 4)])
 
 
-@pytest.mark.req("REP-04")
+@pytest.mark.req("REP-03", "REP-04")
 @given(
     data=st.data(),
     config=configs(),
@@ -203,7 +193,7 @@ def test_rows_may_come_go_return_and_trade_places(
     changes: list[tuple[int, tuple[int, int] | None]],
     deferred: bool,
 ) -> None:
-    """Preempted rows are left out for some steps and come back with what they had."""
+    """vLLM's processor. Preempted rows are left out for some steps, and keep what they had."""
     ids = data.draw(st.lists(st.sampled_from([A, B, *key]), min_size=5 * 31, max_size=5 * 31))
     everyone = [Row(params(), ids[31 * i : 31 * (i + 1)]) for i in range(5)]
     batch = Batch(make_processor(vllm_config, config), deferred)
