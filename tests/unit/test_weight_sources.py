@@ -61,16 +61,6 @@ def assert_declared_as_sent(source: WeightSource) -> None:
 
 
 @pytest.mark.req("SYNC-02")
-@pytest.mark.parametrize("tie", [True, False])
-def test_a_plain_model_sends_every_parameter_once(tie: bool) -> None:
-    model = make_toy(tie)
-    names = [name for name, _ in MergedWeights(model).tensors("float32")]
-    assert names == [name for name, _ in model.named_parameters()]
-    assert ("lm_head.weight" in names) == (not tie)
-    assert any(".visual." in name for name in names)
-
-
-@pytest.mark.req("SYNC-02")
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_adapters_are_merged_as_by_peft_and_the_model_is_left_alone(
     toy: PreTrainedModel, use_dora: bool

@@ -50,16 +50,6 @@ def test_a_flipped_bit_and_words_that_trade_places_are_seen(bit: int, place: int
         assert (digest_of(traded) == digest_of(words)) == (place == other)
 
 
-@pytest.mark.req("FULL-07")
-def test_ranks_meet_when_all_are_ready() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(3) as ranks:
-        met = [ranks.submit(meet, store, rank, 3, 60.0) for rank in (2, 0)]
-        assert not any(each.done() for each in met)
-        meet(store, 1, 3, 60.0)
-        assert [each.result(60.0) for each in met] == [None, None]
-
-
 @pytest.mark.req("FULL-07", "SYNC-04")
 def test_ranks_that_are_missing_are_named() -> None:
     with pytest.raises(TimeoutError) as caught:
