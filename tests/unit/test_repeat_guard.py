@@ -110,8 +110,9 @@ def test_an_object_key_is_found_wherever_it_begins_even_in_the_midst_of_another(
             assert verdicts(config, token_ids, key)[-1] is (there >= 2)
 
 
-@pytest.mark.req("ARCH-02")
+@pytest.mark.req("ARCH-02", "REP-03")
 def test_memory_is_bounded_by_the_block_and_not_by_the_sequence() -> None:
+    """And with it the work for a token, which reads nothing else."""
     guard = RepeatGuard(enabled(ngram_size=4, ngram_repeats=9, max_object_keys=10**6), KEY)
     for token_id in range(3_000):
         guard.push(token_id)

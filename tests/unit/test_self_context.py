@@ -1,7 +1,7 @@
 """Channel A's forwards on the real architecture: what goes in, and what is fed back."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -11,14 +11,9 @@ from learner.config.schema import CoordContextMode, SoftContextGradMode
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack
 from learner.models.self_context import SelfContext
-from learner.objectives.logit_stats import ForwardStats
 from learner.types import Sample
 from tests.unit.loaded_models import loaded_from
-from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.toy_learner import (
-    COORDINATES,
-    EVERY_TERM,
-    TEXT,
     Forward,
     ToyLearner,
     forwards_of,
@@ -26,7 +21,6 @@ from tests.unit.toy_learner import (
 )
 
 MODES: tuple[CoordContextMode, ...] = get_args(CoordContextMode)
-GRAD_MODES: tuple[SoftContextGradMode, ...] = get_args(SoftContextGradMode)
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +51,6 @@ def slots(pack: Pack) -> Tensor:
     return pack.supervision.coord_positions
 
 
-# --- how often, and with what
-
-
-@pytest.mark.req("CHA-01", "LOSS-03")
-@pytest.mark.scenario("n_softctx_iter=2 runs exactly two forwards and uses final logits")
-@pytest.mark.parametrize("grad_mode", GRAD_MODES)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_pack_has_exactly_as_many_forwards_as_iterations(
-    loaded: LoadedModel, samples: list[Sample], mode: CoordContextMode, grad_mode: Any
-) -> None:
-    small = ToyLearner(loaded).pack(samples[2:3])
-    for iterations in (1, 2, 3, 4):
-        seen = forwards(loaded, small, SelfContext(iterations, mode, grad_mode))
-        assert len(seen) == iterations
-
-
-# --- what is fed back
-
-
 @pytest.mark.req("CHA-02")
 @pytest.mark.scenario("Multimodal forward does not fail under iterative inputs_embeds")
 @pytest.mark.parametrize("mode", MODES)
@@ -94,9 +69,6 @@ def test_only_coordinate_slots_differ_from_the_embedded_ids_to_the_bit(
         assert (row[is_slot] != base[is_slot]).any(dim=-1).all()
 
 
-# --- what is recorded, and what the objectives look at
-
-
 @pytest.mark.req("CHA-01")
 @pytest.mark.parametrize(
     ("grad_mode", "recorded"),
@@ -109,22 +81,3 @@ def test_detached_iterations_between_the_first_and_the_last_record_no_graph(
     with forwards_of(learner.model) as seen:
         learner.loss(learner.pack(samples[2:3]))
     assert [forward.recorded for forward in seen] == recorded
-
-
-@pytest.mark.req("CHA-01")
-@pytest.mark.parametrize(
-    "modules", [TEXT, COORDINATES, EVERY_TERM], ids=["text", "coordinates", "all"]
-)
-def test_one_iteration_is_plain_teacher_forcing(
-    loaded: LoadedModel, samples: list[Sample], modules: Any
-) -> None:
-    learner = ToyLearner(loaded, SelfContext(1, "soft", "em_detach"), modules)
-    small = learner.pack(samples[1:3])
-    selection = learner.pipeline.select(small.supervision, "A")
-    stats = learner.pipeline.reader(selection).anchor(as_given(packed_logits(learner.model, small)))
-    plain = learner.pipeline(ForwardStats(stats, stats), selection, "A")
-    found = learner.loss(small)
-    assert torch.allclose(found.total, plain.total, atol=1e-6)
-    wanted = learner.gradients(plain)  # of the head over the whole row
-    for name, gradient in learner.gradients(found).items():
-        assert torch.allclose(gradient, wanted[name], rtol=1e-5, atol=1e-6), name

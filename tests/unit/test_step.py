@@ -25,7 +25,6 @@ from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
-from learner.training.synchronous_rollouts import Packer
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -34,7 +33,6 @@ from tests.unit.small_run import rollout, small_config, written
 
 Gradients = dict[str, Tensor]
 # Its logger warns of poorly filled packs.
-PACKER = Packer.__module__
 
 
 class Scripted(RolloutBackend):
@@ -209,12 +207,7 @@ def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
 
 @pytest.mark.req("PACK-05")
 @pytest.mark.parametrize(
-    ("training", "warnings"),
-    [
-        ({"packing_min_fill_ratio": 0.9}, 1),
-        ({"packing_min_fill_ratio": 0.0}, 0),
-        ({"packing": False}, 0),
-    ],
+    ("training", "warnings"), [({"packing_min_fill_ratio": 0.9}, 1), ({"packing": False}, 0)]
 )
 def test_poorly_filled_packs_are_warned_about_once(
     parts: Parts,
@@ -227,8 +220,4 @@ def test_poorly_filled_packs_are_warned_about_once(
     runner = parts.runner(config_of(**training))
     for step in range(2):
         parts.step(runner, samples[:1], step)
-    found = [r.getMessage() for r in caplog.records if r.name == PACKER]
-    assert len(found) == warnings
-    for warning in found:
-        assert "training.packing_min_fill_ratio 90 %" in warning
-        assert "global_max_length" in warning
+    assert caplog.text.count("training.packing_min_fill_ratio 90 %") == warnings

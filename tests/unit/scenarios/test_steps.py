@@ -168,6 +168,7 @@ def mixed(toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.Temp
     "Selecting the trainer variant with typed `stage2_ab`",
     "Missing opening brace falls back to `{` and trains",
     "Default Stage-2 AB run uses unified Channel-B semantics",
+    "n_softctx_iter=2 runs exactly two forwards and uses final logits",
 )
 def test_selecting_the_trainer_variant(mixed: Run) -> None:
     """Both channels train, by `stage2_ab`. A step takes its samples whole and updates once."""
