@@ -25,7 +25,6 @@ from learner.objectives.bbox_geo import BboxGeoConfig
 from learner.objectives.logit_stats import ForwardStats
 from learner.stages.tokens import CoordVocab
 from learner.types import Sample
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import as_given
 from tests.unit.toy_learner import (
     BOXES,
@@ -87,13 +86,6 @@ def models(toy_checkpoint: Path) -> dict[bool, LoadedModel]:
         return sharpened(LoadedModel(model, model.model, processor, tokenizer, vocab), 8)
 
     return {tie: made(tie) for tie in (False, True)}
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    """One object on a small image."""
-    sample = mixed_samples(tmp_path_factory.mktemp("images"))[1]
-    return replace(sample, images=sample.images[1:])
 
 
 class WrittenOut:
@@ -202,8 +194,9 @@ CASES: list[Case] = [
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_gradients_through_the_iterations_are_finite_differences(
-    models: dict[bool, LoadedModel], sample: Sample, case: Case
+    models: dict[bool, LoadedModel], samples: list[Sample], case: Case
 ) -> None:
+    sample = replace(samples[1], images=samples[1].images[1:])  # one object on a small image
     *settings, tied = case
     context = SelfContext(*settings)
     learner = ToyLearner(models[tied], context, SMOOTH)

@@ -17,7 +17,6 @@ from learner.models.load import load_model
 from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
 from learner.types import Sample
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 from tests.unit.toy_learner import (
     COORDINATES,
@@ -95,11 +94,6 @@ def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
                     assert torch.equal(calls[later][name], value), name
 
 
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return mixed_samples(tmp_path_factory.mktemp("images"))[1]
-
-
 @pytest.mark.req("CHA-01", "CHA-02")
 @pytest.mark.parametrize(
     "tuner",
@@ -107,7 +101,11 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     ids=["lora", "dora", "lora of embeddings"],
 )
 def test_adapters_learn_through_what_is_fed_back(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, sample: Sample, tuner: dict[str, Any]
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    samples: list[Sample],
+    tuner: dict[str, Any],
 ) -> None:
     config = parse_config(
         merge(small_mapping(toy_checkpoint, toy_data, tmp_path), {"tuner": tuner})
@@ -115,7 +113,7 @@ def test_adapters_learn_through_what_is_fed_back(
     loaded = with_awake_adapters(sharpened(load_model(config), 8))
     unrolled = ToyLearner(loaded, SelfContext(2, "st", "unroll"), COORDINATES)
     detached = ToyLearner(loaded, SelfContext(2, "st", "em_detach"), COORDINATES)
-    pack = unrolled.pack([sample])
+    pack = unrolled.pack(samples[1:2])
     with forwards_of(loaded.model) as seen:
         before = unrolled.loss(pack)
     embedding = loaded.inner.get_input_embeddings()

@@ -23,7 +23,6 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_steps, step_model
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
 from tests.unit.small_run import run_quietly, small_config, small_mapping
 from tests.unit.toy_learner import ToyLearner
@@ -39,11 +38,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     path: Path = tmp_path_factory.mktemp("toys") / request.param
     make_model(path, seed=0, family=request.param)
     return path
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture

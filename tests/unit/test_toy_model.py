@@ -106,22 +106,16 @@ def test_untying_copies_the_embedding_into_a_head_of_its_own(tied: Path, tmp_pat
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
 
 
-def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
-    plain = make_stock(tmp_path / "plain", tie=True, rows=384)
-    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
-    model, tokenizer = load(tmp_path / "out")
-    rows = vocab_modules(model)[0].num_embeddings
-    assert rows % 128 == 0
-    assert 0 <= rows - len(tokenizer) < 128
-    assert model.config.get_text_config().vocab_size == rows
-    weight = vocab_modules(model)[0].weight.detach().float()
-    assert weight[len(tokenizer) :].std(dim=0).max() == 0
-
-
 @pytest.mark.parametrize("rows", [None, 384], ids=["exact", "padded"])
-def test_a_description_is_that_of_the_expanded_checkpoint(tmp_path: Path, rows: int | None) -> None:
+def test_rows_are_padded_as_before_and_described_alike(tmp_path: Path, rows: int | None) -> None:
     plain = make_stock(tmp_path / "plain", tie=True, rows=rows)
     expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    weight = vocab_modules(model)[0].weight.detach().float()
+    padded, tokens = len(weight), len(tokenizer)
+    assert padded == (tokens if rows is None else -(-tokens // 128) * 128)
+    assert model.config.get_text_config().vocab_size == padded
+    assert rows is None or weight[tokens:].std(dim=0).max() == 0
     describe_expanded(plain, tmp_path / "described")
     assert not list((tmp_path / "described").glob("*.safetensors"))
     whole, described = (
