@@ -74,6 +74,7 @@ def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
 
 
 @pytest.mark.req("APPEND-02", "APPEND-03", "LOSS-03", "OT-01")
+@pytest.mark.scenario("No valid predictions fall back to canonical GT order")
 @FUZZ
 @given(data=st.data())
 def test_every_ground_truth_is_taught_exactly_once_where_its_object_stands(
@@ -212,6 +213,8 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
     "One malformed object does not block training",
     "Parse failures are visible without crashing",
     "Ambiguous coord-slot alignment excludes object from self-context supervision",
+    "Closure-supervision brace target is the same brace used for injection",
+    "Channel-B supervises top-level closure and `<|im_end|>`",
 )
 @FUZZ
 @given(data=st.data())
