@@ -73,6 +73,15 @@ def test_calls_that_a_proxy_may_have_cut_name_the_ways_out(fault: Fault, names_p
     assert all((way in reason) is names_proxy for way in ways_out)
 
 
+# It names the sample, whose uuid is 1.
+OF_THE_SECOND = Problem.of(
+    "invalid-request",
+    "1 bad request(s)",
+    "infer_requests[1].images[0]",
+    [{"index": 1, "where": "infer_requests[1].images[0]", "detail": "it cannot be read"}],
+)
+
+
 @pytest.mark.req("DIST-01", "DIST-05", "SRV-06", "WIRE-02", "WIRE-05")
 @pytest.mark.parametrize(
     ("reply", "error", "found"),
@@ -81,6 +90,7 @@ def test_calls_that_a_proxy_may_have_cut_name_the_ways_out(fault: Fault, names_p
         (problem("body-too-large", "9 MiB", "body"), ProblemError, "9 MiB"),
         (problem("unauthorized", "no", "header"), ContractError, "ROLLOUT_SERVER_TOKEN"),
         ([envelope([0], [1])] * 3, ProblemError, "3 envelopes for 2 requests"),
+        ((OF_THE_SECOND.status, OF_THE_SECOND), ProblemError, r"1 bad request\(s\); of 1$"),
     ],
 )
 def test_refusal_of_a_request_ends_the_run_without_a_retry(
@@ -92,22 +102,6 @@ def test_refusal_of_a_request_ends_the_run_without_a_retry(
             run.ask(4)
         assert len(bodies(run.rollouts[0].server)) == 1
         assert run.clock.pauses == []
-
-
-@pytest.mark.req("WIRE-05")
-def test_refusal_names_the_sample_of_the_refused_request() -> None:
-    def refuse(body: object) -> Reply:
-        where = "infer_requests[1].images[0]"
-        errors = [{"index": 1, "where": where, "detail": "the image cannot be read"}]
-        refused = Problem.of("invalid-request", "1 bad request(s)", where, errors)
-        return refused.status, refused
-
-    with fleet(1) as run:
-        run.rollouts[0].server.routes[INFER] = refuse
-        with pytest.raises(ProblemError) as caught:
-            run.ask(2)
-        uuid = bodies(run.rollouts[0].server)[0].infer_requests[1].uuid
-    assert str(caught.value).endswith(f"1 bad request(s); of {uuid}")
 
 
 # --- A lost server among others ---------------------------------------------------------

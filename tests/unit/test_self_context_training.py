@@ -1,4 +1,4 @@
-"""Self-context in whole runs: what the model is called with, and what adapters learn by it."""
+"""Self-context: what the model is called with, what is recorded, and what adapters learn by it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
+from learner.config.schema import SoftContextGradMode
 from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
 from learner.types import Sample
+from tests.unit.loaded_models import loaded_from
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 from tests.unit.toy_learner import (
     COORDINATES,
@@ -55,7 +57,8 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
         hook.remove()
 
 
-@pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "RES-08", "RUN-02")
+@pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "PACK-04", "RES-08", "RUN-02")
+@pytest.mark.scenario("Multimodal forward does not fail under iterative inputs_embeds")
 def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -132,3 +135,20 @@ def test_adapters_learn_through_what_is_fed_back(
         assert (gradient - last_alone[name]).abs().max() > 1e-3 * gradient.abs().max() > 0, name
         weights[name].data -= 1e-3 * gradient
     assert unrolled.loss(pack).total < before.total
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.parametrize(
+    ("grad_mode", "recorded"),
+    [("unroll", [True, True, True, True]), ("em_detach", [True, False, False, True])],
+)
+def test_detached_iterations_between_the_first_and_the_last_record_no_graph(
+    toy_checkpoint: Path,
+    samples: list[Sample],
+    grad_mode: SoftContextGradMode,
+    recorded: list[bool],
+) -> None:
+    learner = ToyLearner(loaded_from(toy_checkpoint), SelfContext(4, "soft", grad_mode))
+    with forwards_of(learner.model) as seen:
+        learner.loss(learner.pack(samples[2:3]))
+    assert [forward.recorded for forward in seen] == recorded
