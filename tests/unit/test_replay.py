@@ -157,7 +157,7 @@ def test_steps_of_a_trained_run_and_of_two_processes_are_rebuilt(
         (("target", "ids", -1), 5, ["target.token_ids[", "logged 5"]),
         (("segment", "pack"), 77, ["packs.pack", "logged 77"]),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_first_difference_is_named(
     run: Path, path: tuple[Any, ...], value: object, parts: list[str]

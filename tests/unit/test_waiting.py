@@ -87,48 +87,46 @@ def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> 
 
 
 class Slow(RolloutBackend):
-    """A backend that answers one by one, each time after a line about it."""
+    """Waits for a line about each push, and about the first answer of the first call.
 
-    def __init__(self, report: Callable[[str], object]) -> None:
+    lines: those.
+    """
+
+    def __init__(self, wait: Callable[[str], str]) -> None:
         super().__init__()
-        self._report = report
+        self._wait = wait
+        self.lines: list[str] = []
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], _: RequestConfig
     ) -> list[RolloutOutput]:
-        for index in range(len(requests)):
-            self.journal.call(Call("http://a:1", index, 1, None, 1, "timeout"))
-            self.journal.call(Call("http://a:1", index, 1, None, 2, ANSWERED))
-            self._report(f"{index + 1} of {len(requests)} are there, ")
+        self.journal.call(Call("http://a:1", 0, 1, None, 1, "timeout"))
+        self.journal.call(Call("http://a:1", 0, 1, None, 2, ANSWERED))
+        if len(self.lines) < 2:
+            self.lines.append(self._wait("1 of 3 are there, "))
         return [RolloutOutput([1], [2], "", "stop", False, (1, 1), 0) for _ in requests]
 
     def push_weights(self, version: int) -> None:
-        self._report(f"a push of the weights, version {version}")
+        self.lines.append(self._wait(f"version {version}"))
 
     def close(self) -> None: ...
 
 
-SAMPLES = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
-
-
 def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lines) -> None:
-    waited: list[str] = []
-
-    def report(words: str) -> None:
-        if len(waited) < 4:
-            waited.append(output.wait(words))
-
-    policy = Policy(Slow(report), Asking("", None, RequestConfig()))
+    samples = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
+    backend = Slow(output.wait)
+    policy = Policy(backend, Asking("", None, RequestConfig()))
     policy.push_if_stale()
-    policy.answer(SAMPLES, 0)
-    assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", waited[0])
+    policy.answer(samples, 0)
+    pushed, answered = backend.lines
+    assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", pushed)
     counted = r"1 of 3 are there, [\d.]+ a second, \d+s left"
-    assert re.fullmatch(f"Waiting for answers{SINCE}: {counted}", waited[1])
+    assert re.fullmatch(f"Waiting for answers{SINCE}: {counted}", answered)
     policy.take_notes()
     with waiting_for("a step"):
         output.wait("a step")
         output.lines.clear()
-        policy.answer(SAMPLES, 0)
+        policy.answer(samples, 0)
         output.wait("a step")
     assert not [line for line in output.lines if "answers" in line]
 
