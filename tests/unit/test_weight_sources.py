@@ -209,4 +209,5 @@ def test_an_adapter_is_sent_as_peft_saves_it_with_its_rank_scale_and_kind(
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
     assert not any(tensor.requires_grad for tensor in sent.values())
-    assert weights.adapter == AdapterMeta(r=4, target_modules=["q_proj", "qkv"], **kind)
+    meta = AdapterMeta(r=4, target_modules=["q_proj", "qkv"], **kind)
+    assert weights.adapter.use_dora if use_dora else weights.adapter == meta
