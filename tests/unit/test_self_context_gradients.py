@@ -197,8 +197,8 @@ def test_gradients_through_the_iterations_are_finite_differences(
     models: dict[bool, LoadedModel], samples: list[Sample], case: Case
 ) -> None:
     sample = replace(samples[1], images=samples[1].images[1:])  # one object on a small image
-    *settings, tied = case
-    context = SelfContext(*settings)
+    iterations, mode, grad_mode, tied = case
+    context = SelfContext(iterations, mode, grad_mode)
     learner = ToyLearner(models[tied], context, SMOOTH)
     pack = learner.pack([sample])
     written = WrittenOut(learner, pack, context)
