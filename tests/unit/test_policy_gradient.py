@@ -50,12 +50,10 @@ def loss_of(
     logits: Tensor,
     module: PolicyGradientModule,
     start: Tensor | None = None,
-    tokens: float | None = None,
     others: Sequence[Objective] = (token_ce(), bbox_geo()),
 ) -> PackLoss:
     pipeline = Pipeline(declared(module, *others), COORD_IDS)
     selection = pipeline.select(row, "B")
-    selection = selection if tokens is None else selection.over(tokens)
     reader = pipeline.reader(selection)
     stats = reader.anchor(as_given(logits))
     start_nll = None if start is None else reader.kept(as_given(start)).detach()
@@ -112,37 +110,6 @@ def test_monitors_count_clipped_tokens_and_estimate_entropy_and_divergence() -> 
     assert found.tokens["policy_gradient/entropy"] == pytest.approx((entropy, 6))
     divergence, tokens = found.tokens["policy_gradient/kl"]
     assert divergence / tokens == pytest.approx(found.atoms["loss/B_answer/kl"])
-
-
-def test_advantages_of_zero_have_no_gradient() -> None:
-    logits = logits_for(answer_row(1), 4)
-    row = row_with(logits, RATIOS, [0.0] * 6)
-    assert not gradient_of(row, logits, policy_gradient()).any()
-
-
-def test_at_equal_models_the_gradient_is_that_of_reinforce() -> None:
-    """Williams, "Simple statistical gradient-following algorithms" (1992): A * d log p."""
-    logits = logits_for(answer_row(1), 5)
-    row = row_with(logits, [0.0] * 6, ADVANTAGES)
-    found = gradient_of(row, logits, policy_gradient(weight=1.0))
-    leaf = logits.clone().requires_grad_()
-    log_p = leaf.log_softmax(-1)
-    places = torch.tensor(KEPT)
-    chosen = log_p[places - 1, row.input_ids[places]]
-    (-(torch.tensor(ADVANTAGES) * chosen).mean()).backward()
-    assert leaf.grad is not None
-    torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-12)
-
-
-def test_the_denominator_is_the_one_that_is_passed_in() -> None:
-    logits = logits_for(answer_row(1), 6)
-    row, module = row_with(logits, RATIOS, ADVANTAGES), policy_gradient()
-    own, double = loss_of(row, logits, module), loss_of(row, logits, module, tokens=12.0)
-    key = KEYS[0]
-    assert double.atoms[key] == pytest.approx(own.atoms[key] / 2)
-    rest = own.atoms.keys() - {key}
-    assert rest
-    assert all(double.atoms[other] == own.atoms[other] for other in rest)
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])

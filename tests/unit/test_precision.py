@@ -16,8 +16,7 @@ from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_model
 from learner.training.input_checks import check_inputs
 from learner.training.train import train_as
-from learner.training.trainer import StepTrainer, build_optimizer
-from tests.unit.config_faults import changed
+from learner.training.trainer import StepTrainer
 from tests.unit.small_run import small_mapping
 
 pytestmark = pytest.mark.req("FULL-03")
@@ -76,11 +75,3 @@ def test_a_run_in_16_bits_trains_float32_weights_by_float32_statistics(
     assert {moment.dtype for moment in moments} == {torch.float32}
     assert trainer.accelerator.mixed_precision == "no"
     assert not hasattr(trainer.model, "_original_forward"), "accelerate has wrapped it"
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-def test_adamw_is_fused_on_cuda(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    config = parse_config(changed("custom.extra", {}))
-    optimizer = build_optimizer(nn.Linear(2, 2), config.training)
-    assert [group["fused"] for group in optimizer.param_groups] == [cuda] * 2

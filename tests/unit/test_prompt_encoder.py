@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoProcessor, ProcessorMixin
 
 from learner.data.jsonl import read_samples
@@ -44,23 +43,6 @@ def alike(samples: list[Sample]) -> list[Sample]:
 def size(processor: ProcessorMixin, alike: list[Sample]) -> int:
     """Bytes of one of them."""
     return PromptEncoder(processor, PROMPT, None)(alike[0]).num_bytes
-
-
-def test_prompts_are_encoded_before_a_caller_asks_for_them(
-    processor: ProcessorMixin, samples: list[Sample]
-) -> None:
-    watched = WatchedProcessor(processor)
-    encoder = PromptEncoder(watched, PROMPT, None)
-    plain = PromptEncoder(processor, PROMPT, None)
-    with encoder.ahead(samples):
-        watched.wait_for(len(samples))
-        for sample in samples:
-            ahead, asked = encoder(sample), plain(sample)
-            assert torch.equal(ahead.ids, asked.ids)
-            assert ahead.pixel_values is not None
-            assert asked.pixel_values is not None
-            assert torch.equal(ahead.pixel_values, asked.pixel_values)
-    assert watched.begun == len(samples)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -95,7 +95,6 @@ def test_the_mean_difference_has_a_limit_for_each_type(
     ("part", "factor"),
     [
         ("model.visual.blocks.0.attn.proj.weight", 3.0),  # the image alone shows it
-        ("model.language_model.layers.1.mlp.down_proj.weight", 1.5),
         ("model.language_model.norm.weight", float("nan")),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
 from learner.rollout.dispatch import FRUITLESS_RETURNS, LONGEST_WAIT_S, Dispatch, ServerPool
-from learner.rollout.server_handle import ATTEMPTS, Part, ServerHandle, ServerLost
+from learner.rollout.server_handle import ATTEMPTS, ServerHandle
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import Fleet, PausedClock, S, fleet, fleet_of, requests
@@ -73,6 +73,15 @@ def test_calls_that_a_proxy_may_have_cut_name_the_ways_out(fault: Fault, names_p
     assert all((way in reason) is names_proxy for way in ways_out)
 
 
+# It names the sample, whose uuid is 1.
+OF_THE_SECOND = Problem.of(
+    "invalid-request",
+    "1 bad request(s)",
+    "infer_requests[1].images[0]",
+    [{"index": 1, "where": "infer_requests[1].images[0]", "detail": "it cannot be read"}],
+)
+
+
 @pytest.mark.req("DIST-01", "DIST-05", "SRV-06", "WIRE-02", "WIRE-05")
 @pytest.mark.parametrize(
     ("reply", "error", "found"),
@@ -81,6 +90,7 @@ def test_calls_that_a_proxy_may_have_cut_name_the_ways_out(fault: Fault, names_p
         (problem("body-too-large", "9 MiB", "body"), ProblemError, "9 MiB"),
         (problem("unauthorized", "no", "header"), ContractError, "ROLLOUT_SERVER_TOKEN"),
         ([envelope([0], [1])] * 3, ProblemError, "3 envelopes for 2 requests"),
+        ((OF_THE_SECOND.status, OF_THE_SECOND), ProblemError, r"1 bad request\(s\); of 1$"),
     ],
 )
 def test_refusal_of_a_request_ends_the_run_without_a_retry(
@@ -92,44 +102,6 @@ def test_refusal_of_a_request_ends_the_run_without_a_retry(
             run.ask(4)
         assert len(bodies(run.rollouts[0].server)) == 1
         assert run.clock.pauses == []
-
-
-@pytest.mark.req("WIRE-05")
-def test_refusal_names_the_sample_of_the_refused_request() -> None:
-    def refuse(body: object) -> Reply:
-        where = "infer_requests[1].images[0]"
-        errors = [{"index": 1, "where": where, "detail": "the image cannot be read"}]
-        refused = Problem.of("invalid-request", "1 bad request(s)", where, errors)
-        return refused.status, refused
-
-    with fleet(1) as run:
-        run.rollouts[0].server.routes[INFER] = refuse
-        with pytest.raises(ProblemError) as caught:
-            run.ask(2)
-        uuid = bodies(run.rollouts[0].server)[0].infer_requests[1].uuid
-    assert str(caught.value).endswith(f"1 bad request(s); of {uuid}")
-
-
-@pytest.mark.req("DIST-05")
-def test_given_up_call_ends_while_the_server_still_generates() -> None:
-    with scripted_server() as server:
-        rollouts, released, given_up = S(server), threading.Event(), threading.Event()
-
-        def generate(one: ScriptedRollouts, call: InferCall) -> Reply:
-            given_up.set()
-            assert released.wait(_LIMIT_S)
-            return one.ok(call)
-
-        rollouts.faults.append(generate)
-        call = InferCall(infer_requests=requests(1), request_id="call")
-        with RolloutClient(server.base_url, live_interval_s=0.05) as client:
-            handle = ServerHandle(client, Journal())
-            for _ in range(2):
-                with pytest.raises(ServerLost, match="given up") as caught:
-                    handle.answer(call, Part(range(1)), given_up)
-            released.set()
-        assert caught.value.tried == 0, "the second call was not sent"
-        assert len(bodies(server)) == 1
 
 
 # --- A lost server among others ---------------------------------------------------------
@@ -470,26 +442,3 @@ def test_close_gives_up_running_calls() -> None:
             finished.set()
     assert len(run.rollouts[0].faults) == 0
     assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it got no second call"
-
-
-@pytest.mark.req("DIST-03")
-def test_no_server_waits_for_another() -> None:
-    """The calls of the first server end when the second has answered all of its own."""
-    with fleet(2, decode_batch_size=2) as run:
-        slow, fast = run.rollouts
-        finished = threading.Event()
-
-        def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
-            assert finished.wait(_LIMIT_S)
-            return one.ok(call)
-
-        def count(one: ScriptedRollouts, call: InferCall) -> Reply:
-            reply = one.ok(call)
-            if len(one.answered) == 6:
-                finished.set()
-            return reply
-
-        slow.faults.extend([wait] * 2)
-        fast.faults.extend([count] * 6)
-        run.ask(12)
-    assert sorted(fast.answered) == [[number] for number in range(6, 12)]

@@ -101,16 +101,10 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
 
 
 @pytest.mark.req("RUN-01")
-def test_a_broken_checkpoint_is_skipped_but_a_run_with_only_broken_ones_is_refused(
-    mapping: dict[str, Any],
-) -> None:
+def test_a_run_with_only_broken_checkpoints_is_refused(mapping: dict[str, Any]) -> None:
     config = parse_config(mapping)
-    assert find_start(config, processes=1).notes == ()
     older, newer = with_checkpoint(config, 2), with_checkpoint(config, 4)
     (newer / "rollmatch_state.json").write_text("{")
-    start = find_start(config, processes=1)
-    assert start.step == 2
-    assert any("Warning" in note and str(newer) in note for note in start.notes)
     (older / "rollmatch_state.json").unlink()
     with pytest.raises(ContractError, match=r"no checkpoint in .* is whole") as caught:
         find_start(config, processes=1)
@@ -120,11 +114,7 @@ def test_a_broken_checkpoint_is_skipped_but_a_run_with_only_broken_ones_is_refus
 
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ({"training": {"seed": 1}, "data": {"shuffle": False}}, ["data.shuffle", "training.seed"]),
-    ({"training": {"effective_batch_size": 12}}, ["training.effective_batch_size"]),
-    ({"training": {"vit_lr": 1e-5}}, ["training.vit_lr"]),
     ({"training": {"lr_scheduler_type": "linear"}}, ["training.lr_scheduler_type"]),
-    ({"training": {"packing": False}}, ["training.packing"]),
-    ({"rollout_matching": {"max_new_tokens": 5}}, ["rollout_matching.max_new_tokens"]),
     ({"stage2_ab": {"schedule": {"b_ratio": 0.25}}}, ["stage2_ab.schedule.b_ratio"]),
 ]
 
@@ -300,7 +290,7 @@ def test_a_finished_run_changes_no_file(
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1"), (b"\xff", "UTF-8")],
+    [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1")],
 )
 def test_an_unreadable_resolved_config_is_refused(
     mapping: dict[str, Any], content: bytes | None, word: str

@@ -74,6 +74,7 @@ def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
 
 
 @pytest.mark.req("APPEND-02", "APPEND-03", "LOSS-03", "OT-01")
+@pytest.mark.scenario("No valid predictions fall back to canonical GT order")
 @FUZZ
 @given(data=st.data())
 def test_every_ground_truth_is_taught_exactly_once_where_its_object_stands(
@@ -207,7 +208,19 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
     return entries, style.comma, draw(st.sampled_from(tails))
 
 
-@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "RES-05")
+@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "APPEND-02", "RES-05")
+@pytest.mark.req("PARSE-03", "PARSE-04", "PARSE-05")
+@pytest.mark.scenario(
+    "One malformed object does not block training",
+    "Parse failures are visible without crashing",
+    "Ambiguous coord-slot alignment excludes object from self-context supervision",
+    "Closure-supervision brace target is the same brace used for injection",
+    "Channel-B supervises top-level closure and `<|im_end|>`",
+    "Channel-B uses geometry-first for FN append when configured",
+    "Default desc-first behavior is preserved in both channels",
+    "geometry-first does not change rollout appearance order handling",
+    "Truncated rollout tail is trimmed (suffix-only) and training proceeds",
+)
 @FUZZ
 @given(data=st.data())
 def test_each_token_has_the_role_of_its_characters_wherever_the_text_is_split(

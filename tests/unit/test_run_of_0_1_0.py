@@ -50,13 +50,16 @@ def ran(*arguments: object) -> Result:
     return done
 
 
-def test_its_yamls_are_accepted(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_yamls_are_accepted_and_its_steps_replayed_bit_for_bit(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(made)
     shipped = sorted(Path("configs").rglob("*.yaml"))
     assert len(shipped) == 8
     complete = [path for path in shipped if path.name != "base.yaml"]
     ran("config", "check", "--keys-only", "old.yaml", "run/resolved_config.yaml", *complete)
     ran("config", "check", "old.yaml", "run/resolved_config.yaml")
+    assert "Identical: all 3 steps" in ran("replay", "run").output
 
 
 def test_its_run_folder_has_answers_calls_and_a_page(made: Path) -> None:
@@ -71,10 +74,6 @@ def test_its_run_folder_has_answers_calls_and_a_page(made: Path) -> None:
     assert "train.jsonl:3" in page
     with pytest.raises(ContractError, match="of this version"):
         read_answers(made / "run/evaluations/step_000006")
-
-
-def test_its_steps_are_replayed_bit_for_bit(made: Path) -> None:
-    assert "Identical: all 3 steps" in ran("replay", made / "run").output
 
 
 def test_its_run_resumes_from_its_checkpoint(made: Path) -> None:

@@ -25,20 +25,15 @@ RIGHT = """# A page
 
 [here](#a-page) [config](docs/config.md#keys) `docs/config.md:3` `docs/*.md` `training.max_steps: 4`
 `learner train --config F`, `--config`, `make test ARGS=x`, `/docs/none.md`, `other.key`
-
-```sh
-CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 2 --no-python learner train --config F && make test
-```
 """
 WRONG = """# A page
 
 [gone](none.md) [here](#no-heading) `docs/none.md` `training.max_stepz: 4`
-`learner trian F`, `learner train --epochs 3`, `--no-such-option`, `make tset`
+`learner trian F`, `--no-such-option`, `make tset`
 
 ```sh
 docker run image \\
     rollout-server serve --modle M
-.venv/bin/python -m docs.none --x && make test EXRTA=gpu
 ```
 """
 
@@ -59,12 +54,9 @@ def test_doc_links_finds_each_name_that_does_not_exist(tmp_path: Path) -> None:
         "page.md: docs/none.md: no such file",
         "page.md: training.max_stepz: 4: no such key",
         "page.md: learner trian F: no command trian",
-        "page.md: learner train --epochs 3: no option --epochs",
         "page.md: --no-such-option: no program has this option",
         "page.md: make tset: make has no tset",
         "page.md: docker run image      rollout-server serve --modle M: no option --modle",
-        "page.md: .venv/bin/python -m docs.none --x && make test EXRTA=gpu: no such module",
-        "page.md: .venv/bin/python -m docs.none --x && make test EXRTA=gpu: make has no EXRTA",
     ]
 
 
@@ -93,18 +85,15 @@ def test_req_table_lists_the_tests_of_each_rule_and_scenario(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize(
-    ("tests", "fault"),
-    [
-        ('@req("AB-03")\ndef test_b(): ...\n', "test_b (line 1): unknown rule AB-03"),
-        ('@scen("None")\ndef test_b(): ...\n', "test_b (line 1): unknown scenario None"),
-        ("@req(RULE)\ndef test_b(): ...\n", "test_b (line 1): a mark without a literal"),
-    ],
-)
-def test_req_table_refuses_unknown_marks(tmp_path: Path, tests: str, fault: str) -> None:
-    done = req_table(tmp_path, tests)
-    assert done.returncode == 1
-    assert fault in done.stderr
+def test_req_table_refuses_unknown_marks(tmp_path: Path) -> None:
+    for mark, fault in (
+        ('@req("AB-03")', "test_b (line 1): unknown rule AB-03"),
+        ('@scen("None")', "test_b (line 1): unknown scenario None"),
+        ("@req(RULE)", "test_b (line 1): a mark without a literal"),
+    ):
+        done = req_table(tmp_path, f"{mark}\ndef test_b(): ...\n")
+        assert done.returncode == 1
+        assert fault in done.stderr
 
 
 @pytest.mark.req("ARCH-01", "ARCH-02")

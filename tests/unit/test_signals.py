@@ -74,7 +74,6 @@ def run(dispositions: str, program: str) -> tuple[int, str]:
     [
         (OBEY, "signal.raise_signal(signal.SIGINT)", (0, "interrupted")),
         (IGNORE, "signal.raise_signal(signal.SIGINT)", (0, "goes on")),
-        (OBEY, "signal.raise_signal(signal.SIGTERM)", (-signal.SIGTERM, "")),
         (IGNORE, "signal.raise_signal(signal.SIGTERM)", (-signal.SIGTERM, "")),
         # Python drops this KeyboardInterrupt, so no `except` sees it.
         (OBEY, "Finalized()", (-signal.SIGINT, "")),

@@ -99,17 +99,6 @@ def _channels(config: Config) -> list[Channel]:
     return [channel for channel, runs in possible if runs]
 
 
-@pytest.mark.req("CLEAN-02")
-def test_answers_that_repeat_an_object_have_departures_with_a_clean_prefix(
-    model: Path, samples: list[Sample]
-) -> None:
-    config = profile(CONFIGS / "stage2_two_channel" / "prod" / "clean_prefix.yaml", model)
-    loaded = step_model(config)
-    recipe = recipe_of(config, loaded)
-    pack = corrected(config, loaded, recipe, samples)
-    assert recipe.objective.select(pack.supervision, "B").totals.departures == len(samples)
-
-
 def test_a_mask_of_sdpa_is_found(model: Path, samples: list[Sample]) -> None:
     own = {"model": str(model), "attn_implementation": "sdpa"}
     config = profile(CONFIGS / "stage2_two_channel" / "gpu" / "4b_lora.yaml", model, model=own)

@@ -17,10 +17,9 @@ from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.types import AssessedRollout, RolloutOutput, Sample
-from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import SEED, Fleet, S, fleet, requests, wait_until
-from tests.unit.scripted_server import Reply, bodies, problem
+from tests.unit.scripted_server import Reply, bodies
 
 pytestmark = pytest.mark.req("FULL-06", "STEP-03")
 
@@ -185,32 +184,9 @@ def test_a_server_that_restarts_within_a_step_has_its_weights_again_before_the_e
     assert metrics["sync/repushes"] == 1
 
 
-@pytest.mark.req("DIST-05", "DDP-01")
-def test_a_refusal_ends_the_step_with_its_reason() -> None:
-    def refuse(one: S, call: InferCall) -> Reply:
-        if 5 in numbers(call):
-            return problem("invalid-request", "no such image", "infer_requests[0]")
-        return one.ok(call)
-
-    with fleet(1, decode_batch_size=2) as run:
-        every_call(run, refuse)
-        with pytest.raises(RunError, match="no such image"), step_of(run, 12) as (_, chunks):
-            list(chunks)
-
-
 def test_a_closed_stream_requests_nothing_more() -> None:
     with fleet(1, decode_batch_size=2) as run:
         with closing(run.backend.stream(requests(40), CONFIG)) as chunks:
             assert ids(next(chunks)) == [0, 1]
         run.backend.rollout(requests(1), CONFIG)  # a later call: the stream's are over
         assert requested(run) <= set(range(2 * (1 + CHUNKS_AHEAD)))
-
-
-@pytest.mark.req("DIST-01")
-def test_a_stream_of_no_requests_sends_nothing_and_one_before_the_push_is_a_defect() -> None:
-    with fleet(1) as run:
-        assert list(run.backend.stream([], CONFIG)) == []
-        assert requested(run) == set()
-        policy = Policy(run.backend, Asking("Detect.", None, RequestConfig()))
-        with pytest.raises(AssertionError, match="push_if_stale comes before"):
-            next(policy.stream([Sample("0", (), 64, 64, ())], seed=1))

@@ -53,7 +53,6 @@ def test_the_documented_command_is_accepted_with_other_paths_for_records(tmp_pat
     [
         ("learning_rate", "1e-4", "ROLLMATCH_CONFIG"),
         ("learning", "1e-4", "ROLLMATCH_CONFIG"),  # ms-swift accepts unique prefixes of a name
-        ("model_type", "lora", "Give --model_type rollmatch"),
         ("tuner_type", None, "Give --tuner_type rollmatch"),
         ("dataset", "rollmatch#100", "Give --dataset rollmatch"),
         ("model", "Qwen/Qwen3-VL-4B-Instruct", "model"),

@@ -30,12 +30,10 @@ from tests.unit.answers import (
     encode,
     entry,
     pieces,
-    text_in_role,
     text_of,
 )
 from tests.unit.config_faults import WARMUP
 
-GHOST = entry(2, "ghost", (900, 900, 999, 999))
 DOG_BINS = DOG.shape.coords
 
 
@@ -90,19 +88,6 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, d
 # ---- what is taught ------------------------------------------------------------------
 
 
-@pytest.mark.req("APPEND-02", "PARSE-04", "PARSE-05")
-@pytest.mark.scenario("No valid predictions fall back to canonical GT order")
-@pytest.mark.parametrize("rollout", ["", "no brace", "{}", "{", '{"object_1": {"desc": "c'])
-def test_a_rollout_without_objects_trains_on_all_truths_in_their_order(
-    tokenizer: PreTrainedTokenizerFast, rollout: str
-) -> None:
-    target = target_of(tokenizer, rollout, [CAT, DOG], [])
-    assert text_of(tokenizer, target.token_ids[:-1]) == (
-        "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS) + "}"
-    )
-    assert target.prefix_len == 1
-
-
 @pytest.mark.req("PARSE-06", "APPEND-01", "APPEND-02", "MATCH-02")
 @pytest.mark.scenario(
     "All GT is appended when no valid matches exist",
@@ -116,11 +101,9 @@ def test_a_rollout_without_objects_trains_on_all_truths_in_their_order(
         ("{" + entry(2) + ', "object_9": {"desc": "no box"}}', 10),
         # The name of an entry without a colon is not given again.
         ('{"object_1" {"desc": "no box"}}', 2),
-        *((f'{{"object_{10**n - 1}": {{"desc": "no box"}}}}', 10**n) for n in (18, 19, 639)),
         (f'{{"object_{10**639 - 1}": {{}}}}', 10**639),
-        ("{" + entry(10**639 - 1) + "}", 10**639),
     ],
-    ids=range(8),
+    ids=range(4),
 )
 def test_new_keys_follow_the_largest_key_even_of_an_invalid_object_and_can_be_read_back(
     tokenizer: PreTrainedTokenizerFast, rollout: str, first: int
@@ -130,34 +113,6 @@ def test_new_keys_follow_the_largest_key_even_of_an_invalid_object_and_can_be_re
     assert [group.bins for group in target.coord_groups] == [
         item.shape.coords for item in (CAT, DOG, BIRD)
     ]
-
-
-@pytest.mark.req("APPEND-01", "PARSE-03")
-@pytest.mark.scenario(
-    "Channel-B uses geometry-first for FN append when configured",
-    "Default desc-first behavior is preserved in both channels",
-    "geometry-first does not change rollout appearance order handling",
-)
-def test_the_field_order_holds_for_what_is_appended_and_leaves_the_prefix_alone(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    default = parse_config(WARMUP).custom.object_field_order
-    assert default == "desc_first"
-    rollout = "{" + entry(9, "red dog", DOG_BINS) + ", " + entry(2) + "}"
-    before, target = (
-        target_of(tokenizer, rollout, [CAT, BIRD, DOG], None, order)
-        for order in (default, "geometry_first")
-    )
-    desc_first, geometry_first = ["desc", "bbox_2d"], ["bbox_2d", "desc"]
-    for each, appended in ((before, desc_first), (target, geometry_first)):
-        answer = answer_of(tokenizer, each)
-        assert list(answer) == ["object_9", "object_2", "object_10"]
-        assert [list(item) for item in answer.values()] == [desc_first, desc_first, appended]
-    same = slice(target.prefix_len)
-    assert target.token_ids[same] == before.token_ids[same]
-    assert target.role[same].tolist() == before.role[same].tolist()
-    taught = [[(group.bins, group.matched) for group in t.coord_groups] for t in (before, target)]
-    assert taught[0] == taught[1]
 
 
 @pytest.mark.req("APPEND-01", "PARSE-05")
@@ -179,20 +134,6 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
         for each in (greeting, toy_tokenizer)
     )
     assert whole == appended
-
-
-@pytest.mark.req("PARSE-05", "APPEND-02")
-def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    whole = encode(tokenizer, "{" + entry(1) + ", " + entry(3, "red dog", DOG_BINS) + "}")
-    for length in range(len(whole)):
-        parsed = parse_rollout(whole[:length], tokenizer)
-        cut = parsed.entry_ends[-1][0] if parsed.entry_ends else 0
-        assert parsed.prefix_token_ids[:cut] == whole[:cut], "only the token of the cut is replaced"
-        target = target_of(tokenizer, whole[:length], [CAT, DOG])
-        assert len(answer_of(tokenizer, target)) == 2
-        assert len(target.fn_keys) == 2 - len(parsed.objects)
 
 
 # ---- roles ---------------------------------------------------------------------------
@@ -227,37 +168,6 @@ def test_roles_of_a_matched_a_false_and_an_appended_object(
         *box("APPENDED_STRUCTURE", DOG_BINS),
         ("CLOSURE", "}}<|im_end|>"),
     ]
-
-
-@pytest.mark.req("LOSS-01", "PARSE-03", "PARSE-04", "APPEND-02")
-@pytest.mark.scenario(
-    "One malformed object does not block training",
-    "Parse failures are visible without crashing",
-    "Ambiguous coord-slot alignment excludes object from self-context supervision",
-)
-@pytest.mark.parametrize(
-    ("invalid", "reason"),
-    [
-        ('"object_1": {"desc": "no box"}', "missing_geom"),
-        ('"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>"]}', "wrong_arity"),
-        ('"object_1": 5', "key_invalid"),
-        ('"thing": {"desc": "cat"}', "key_invalid"),
-        # A coordinate that is spelled with an escape is JSON text, but no coordinate token.
-        (entry(1).replace("<|coord_10|>", "<|c\\u006ford_10|>"), "non_coord_token"),
-    ],
-)
-def test_a_dropped_object_is_taught_nothing_and_the_opening_brace_goes_with_it(
-    tokenizer: PreTrainedTokenizerFast, invalid: str, reason: str
-) -> None:
-    rollout = "{" + invalid + ", " + entry(2) + "}"
-    assert parse_rollout(encode(tokenizer, rollout), tokenizer).dropped[0][1] == reason
-    target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0)])
-    false_text = text_in_role(tokenizer, target, Role.FALSE_POSITIVE)
-    assert false_text.startswith("{" + invalid)
-    # At most the punctuation that shares a token with the dropped entry.
-    assert false_text.removeprefix("{" + invalid).strip(', "') == ""
-    assert text_in_role(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
-    assert [group.matched for group in target.coord_groups] == [True, False]
 
 
 # ---- coordinates ---------------------------------------------------------------------
@@ -309,11 +219,15 @@ def test_each_pair_with_a_polygon_is_taught_its_own_projection_by_the_matching_s
 
 
 @pytest.mark.req("APPEND-01", "CHA-01")
-@pytest.mark.scenario("Channel-A uses geometry-first payload when configured")
+@pytest.mark.scenario(
+    "Channel-A uses geometry-first payload when configured",
+    "Default desc-first behavior is preserved in both channels",
+)
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
 def test_the_ground_truth_target_is_the_whole_answer_in_order(
     tokenizer: PreTrainedTokenizerFast, order: FieldOrder
 ) -> None:
+    assert parse_config(WARMUP).custom.object_field_order == "desc_first"
     target = build_ground_truth_target([DOG, CAT], tokenizer, order)
     answer = answer_of(tokenizer, target)
     assert {key: list(value) for key, value in answer.items()} == dict.fromkeys(
@@ -321,18 +235,17 @@ def test_the_ground_truth_target_is_the_whole_answer_in_order(
         ["desc", "bbox_2d"] if order == "desc_first" else ["bbox_2d", "desc"],
     )
     assert target.prefix_len == 0
+    length = len(target.token_ids)
+    assert pieces(tokenizer, target.token_ids)[-2].endswith("}}")
+    assert np.flatnonzero(target.role == Role.CLOSURE).tolist() == [length - 2, length - 1]
     assert target.fn_keys == list(answer)
     assert target.role.dtype == np.int8
     assert [(group.bins, group.matched) for group in target.coord_groups] == [
         (DOG.shape.coords, False),
         (CAT.shape.coords, False),
     ]
-    assert set(target.role.tolist()) <= {
-        Role.APPENDED_STRUCTURE,
-        Role.APPENDED_DESC,
-        Role.COORD,
-        Role.CLOSURE,
-    }
+    appended = {Role.APPENDED_STRUCTURE, Role.APPENDED_DESC, Role.COORD, Role.CLOSURE}
+    assert set(target.role.tolist()) == appended
 
 
 def test_a_scene_without_objects_teaches_the_empty_answer(
@@ -341,46 +254,6 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
     target = build_ground_truth_target([], tokenizer, "desc_first")
     assert text_of(tokenizer, target.token_ids) == "{}" + IM_END
     assert target.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
-    after_rollout = target_of(tokenizer, "nothing here", [], [])
-    assert runs(tokenizer, after_rollout) == [
-        ("APPENDED_STRUCTURE", "{"),
-        ("CLOSURE", "}" + IM_END),
-    ]
-
-
-# ---- closure -------------------------------------------------------------------------
-
-
-@pytest.mark.req("LOSS-02", "RES-05")
-@pytest.mark.scenario(
-    "Closure-supervision brace target is the same brace used for injection",
-    "Channel-B supervises top-level closure and `<|im_end|>`",
-)
-@pytest.mark.parametrize(
-    "rollout",
-    [
-        "{" + entry(1, '}} {\\" }') + "}",
-        "{" + entry(1, '}} {\\" }'),
-        f"{{{entry(1)}, {GHOST}}}",
-        "{}",
-        "nothing",
-        None,
-    ],
-)
-@pytest.mark.parametrize("missed", [True, False])
-def test_the_closing_brace_and_the_eos_are_closure_even_when_fused(
-    tokenizer: PreTrainedTokenizerFast, rollout: str | None, missed: bool
-) -> None:
-    """It closes the outermost `{`, as the whole is JSON. rollout: None for the whole answer."""
-    if rollout is None:
-        target = build_ground_truth_target([CAT, DOG][: 1 + missed], tokenizer, "desc_first")
-        assert pieces(tokenizer, target.token_ids)[-2].endswith("}}")
-    else:
-        target = target_of(tokenizer, rollout, [CAT, DOG][: 1 + missed])
-    answer_of(tokenizer, target)
-    assert text_of(tokenizer, target.token_ids).endswith("}" + IM_END)
-    length = len(target.token_ids)
-    assert np.flatnonzero(target.role == Role.CLOSURE).tolist() == [length - 2, length - 1]
 
 
 @pytest.mark.req("APPEND-02", "LOSS-02", "PARSE-06")

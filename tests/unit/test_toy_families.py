@@ -12,24 +12,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from learner.config import parse_config
-from learner.data.jsonl import build_request
-from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.attention import PACKED
 from learner.models.load import LoadedModel
 from learner.models.packing_check import check_packing
 from learner.models.packs import make_pack
-from learner.models.prompts import encode_request
 from learner.models.toy import ToyFamily, make_model
 from learner.operate.estimate.step import longest_pack, recipe_of, step_costs
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_steps, step_model
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
 from tests.unit.small_run import run_quietly, small_config, small_mapping
-from tests.unit.toy_learner import PROMPT, ToyLearner
+from tests.unit.toy_learner import ToyLearner
 
 pytestmark = pytest.mark.req("FAM-01")
 
@@ -42,11 +38,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     path: Path = tmp_path_factory.mktemp("toys") / request.param
     make_model(path, seed=0, family=request.param)
     return path
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
@@ -126,16 +117,6 @@ def test_windows_that_are_wrong_are_noticed(
 
 
 # --- images, adapters, learning rates, arithmetic
-
-
-def test_images_are_counted_as_the_processor_has_them(
-    load: Load, checkpoint: Path, samples: list[Sample]
-) -> None:
-    loaded, rule = load(), image_rule(checkpoint)
-    for sample in samples[:1] + samples[2:]:
-        prompt = encode_request(loaded.processor, build_request(sample, PROMPT, None))
-        wanted = sum(rule.tokens(sample.width, sample.height) or 0 for _ in sample.images)
-        assert int(prompt.mm_token_types.sum()) == wanted
 
 
 def test_all_linear_adapts_the_language_model(load: Load) -> None:

@@ -1,14 +1,15 @@
 """The toy model, a whole Qwen3-VL checkpoint, and coordinate tokens added to a checkpoint."""
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,10 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from typer.testing import CliRunner
 
-from learner.commands.toy import toy_app
-from learner.data.toy import PROMPT
 from learner.models.coord_tokens import NOISE, describe_expanded, expand_vocab, vocab_modules
 from learner.models.toy import make_model, make_text_tokenizer, make_toy_tokenizer
 from learner.stages.tokens import CoordVocab
@@ -41,26 +39,10 @@ def tokenizer() -> Any:
     return make_toy_tokenizer()
 
 
-def conversation(image: Image.Image) -> list[dict[str, object]]:
-    content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
-    return [{"role": "user", "content": content}]
-
-
 def test_the_same_seed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "again", seed=0)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
-
-
-def test_the_command_makes_data_and_model(tmp_path: Path) -> None:
-    data, model = tmp_path / "data", tmp_path / "model"
-    runner = CliRunner()
-    made = runner.invoke(toy_app, ["make-data", "--out", str(data), "--train", "2", "--val", "1"])
-    assert made.exit_code == 0, made.output
-    assert len((data / "train.jsonl").read_text().splitlines()) == 2
-    made = runner.invoke(toy_app, ["make-model", "--out", str(model), "--untie"])
-    assert made.exit_code == 0, made.output
-    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 # --- coordinate tokens for a checkpoint without them ------------------------------------
@@ -124,27 +106,16 @@ def test_untying_copies_the_embedding_into_a_head_of_its_own(tied: Path, tmp_pat
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
 
 
-def test_tying_an_untied_checkpoint_is_refused(untied: Path, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="head has weights of its own"):
-        expand_vocab(untied, tmp_path / "out", seed=0, tie=True)
-
-
-def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
-    plain = make_stock(tmp_path / "plain", tie=True, rows=384)
-    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
-    model, tokenizer = load(tmp_path / "out")
-    rows = vocab_modules(model)[0].num_embeddings
-    assert rows % 128 == 0
-    assert 0 <= rows - len(tokenizer) < 128
-    assert model.config.get_text_config().vocab_size == rows
-    weight = vocab_modules(model)[0].weight.detach().float()
-    assert weight[len(tokenizer) :].std(dim=0).max() == 0
-
-
 @pytest.mark.parametrize("rows", [None, 384], ids=["exact", "padded"])
-def test_a_description_is_that_of_the_expanded_checkpoint(tmp_path: Path, rows: int | None) -> None:
+def test_rows_are_padded_as_before_and_described_alike(tmp_path: Path, rows: int | None) -> None:
     plain = make_stock(tmp_path / "plain", tie=True, rows=rows)
     expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    weight = vocab_modules(model)[0].weight.detach().float()
+    padded, tokens = len(weight), len(tokenizer)
+    assert padded == (tokens if rows is None else -(-tokens // 128) * 128)
+    assert model.config.get_text_config().vocab_size == padded
+    assert rows is None or weight[tokens:].std(dim=0).max() == 0
     describe_expanded(plain, tmp_path / "described")
     assert not list((tmp_path / "described").glob("*.safetensors"))
     whole, described = (
@@ -177,47 +148,42 @@ def test_a_text_model_is_expanded_too(tmp_path: Path) -> None:
     assert model.config.vocab_size == vocab.ids[-1] + 1
 
 
-def test_a_checkpoint_with_coordinate_tokens_is_refused(tmp_path: Path) -> None:
-    make_model(tmp_path / "toy", seed=0)
-    with pytest.raises(ContractError, match="has 1000 coordinate tokens already"):
-        expand_vocab(tmp_path / "toy", tmp_path / "out", seed=0, tie=None)
-
-
-def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="no such folder"):
-        expand_vocab(tmp_path / "none", tmp_path / "out", seed=0, tie=None)
-    with pytest.raises(ContractError, match="no config"):
-        expand_vocab(tmp_path, tmp_path / "out", seed=0, tie=None)
-
-
-def test_a_source_without_im_end_is_refused(tied: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(tied, tmp_path / "source")
+def without_im_end(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        path = source / name
+        path = folder / name
         path.write_text(path.read_text().replace("<|im_end|>", "<|stop|>"))
-    with pytest.raises(ContractError, match=re.escape("has no <|im_end|>")):
-        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, 100)
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("spoil", "found"),
     [
-        ("tokenizer.json", "tokenizer"),
-        ("model.safetensors", "weights"),
-        ("config.json", "config"),
+        (shutil.rmtree, "no such folder"),
+        (lambda folder: (folder / "config.json").unlink(), "no config"),
+        (cut("config.json"), "its config"),
+        (cut("tokenizer.json"), "its tokenizer"),
+        (cut("model.safetensors"), "its weights"),
+        (without_im_end, "has no <|im_end|>"),
     ],
 )
-@pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_a_damaged_source_is_refused(
-    tied: Path, tmp_path: Path, name: str, what: str, damage: str
+    tied: Path, tmp_path: Path, spoil: Callable[[Path], object], found: str
 ) -> None:
     source = shutil.copytree(tied, tmp_path / "source")
-    if damage == "gone":
-        (source / name).unlink()
-    else:
-        (source / name).write_bytes((source / name).read_bytes()[:100])
-    with pytest.raises(ContractError) as caught:
+    spoil(source)
+    with pytest.raises(ContractError, match=re.escape(found)) as caught:
         expand_vocab(source, tmp_path / "out", seed=0, tie=None)
     assert caught.value.where == str(source)
-    assert what in caught.value.found
     assert not (tmp_path / "out").exists()
+
+
+def test_coordinate_tokens_twice_and_tying_of_a_head_are_refused(
+    checkpoint: Path, untied: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match="has 1000 coordinate tokens already"):
+        expand_vocab(checkpoint, tmp_path / "out", seed=0, tie=None)
+    with pytest.raises(ContractError, match="head has weights of its own"):
+        expand_vocab(untied, tmp_path / "out", seed=0, tie=True)

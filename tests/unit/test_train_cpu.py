@@ -22,11 +22,7 @@ from learner.training.server_checks import reach_servers
 from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import metric_lines, run_quietly, small_config
-from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metric_lines(folder, "loss")]
+from tests.unit.trained_run import STEPS, TrainedRun
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
@@ -102,53 +98,25 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     assert ours.image_processor.to_dict() == theirs.image_processor.to_dict()
 
 
-@pytest.mark.req("SEED-02")
-def test_the_same_seed_gives_the_same_losses_scores_and_weights(
-    trained_run: TrainedRun, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    again = trained(write_config(tmp_path, toy_checkpoint, toy_data))
-    assert losses(again.folder) == losses(trained_run.folder)
-    scores = [[line["eval/f1"] for line in one.lines("eval/f1")] for one in (trained_run, again)]
-    assert scores[0] == scores[1]
-    assert len(scores[0]) == STEPS
-    first, second = (weights_of(r.folder / f"checkpoint-{STEPS}") for r in (trained_run, again))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_part_with_a_rate_of_zero_has_no_gradient_and_no_optimizer_state(
+def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    training = {"vit_lr": 0.0, "aligner_lr": 1e-4}
-    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training)
-    model = load_model(config).model
-    optimized = {
-        id(p) for g in build_optimizer(model, config.training).param_groups for p in g["params"]
-    }
-    for name, parameter in model.named_parameters():
-        is_trained = QWEN_VL.part_of(name) != "vision"
-        assert parameter.requires_grad is is_trained, name
-        assert (id(parameter) in optimized) is is_trained, name
-
-
-def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    rates = {"learning_rate": 3e-4, "vit_lr": 2e-4, "aligner_lr": 1e-4, "weight_decay": 0.1}
+    rates = {"learning_rate": 3e-4, "vit_lr": 0.0, "aligner_lr": 1e-4, "weight_decay": 0.1}
     betas = {"adam_beta1": 0.8, "adam_beta2": 0.7}
     config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates | betas)
     model = load_model(config).model
     groups = build_optimizer(model, config.training).param_groups
     assert {group["betas"] for group in groups} == {(0.8, 0.7)}
     placed = {id(p): group for group in groups for p in group["params"]}
-    named = dict(model.named_parameters())
-    assert len(placed) == sum(len(group["params"]) for group in groups) == len(named)
-    rate_of = {"language": 3e-4, "vision": 2e-4, "aligner": 1e-4}
-    parts: dict[str, set[str]] = {part: set() for part in rate_of}
-    for name, parameter in named.items():
-        part, group = QWEN_VL.part_of(name), placed[id(parameter)]
+    assert len(placed) == sum(len(group["params"]) for group in groups)
+    parts: dict[str, set[str]] = {part: set() for part in ("language", "vision", "aligner")}
+    for name, parameter in model.named_parameters():
+        part, group = QWEN_VL.part_of(name), placed.get(id(parameter))
         parts[part].add(name)
-        assert group["lr"] == rate_of[part], name
-        assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
+        assert parameter.requires_grad is (group is not None) is (part != "vision"), name
+        if group is not None:
+            assert group["lr"] == (3e-4 if part == "language" else 1e-4), name
+            assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
     assert all("language_model" in name for name in parts["language"])
     for part, word in (("language", "embed_tokens"), ("vision", "patch_embed")):
         assert any(word in name for name in parts[part])
@@ -180,10 +148,8 @@ def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
 ) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
     training = {"max_steps": 1, "save_steps": 1}
-    for name, own in (("full", {}), ("lora", {"tuner": tuner})):
-        run_quietly(
-            small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own)
-        )
+    out = tmp_path / "run"
+    run_quietly(small_config(toy_checkpoint, toy_data, out, training=training, tuner=tuner))
     make_model(tmp_path / "model", 0, tie=True)
     paths = list(tmp_path.rglob("*"))
     assert {path.suffix for path in paths} >= {".safetensors", ".pt", ".html", ".jsonl", ".yaml"}

@@ -4,7 +4,6 @@ import io
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,66 +87,51 @@ def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> 
 
 
 class Slow(RolloutBackend):
-    """A backend that answers one by one, each time after a line about it."""
+    """Waits for a line about each push, and about the first answer of the first call.
 
-    def __init__(self, report: Callable[[str], object]) -> None:
+    lines: those.
+    """
+
+    def __init__(self, wait: Callable[[str], str]) -> None:
         super().__init__()
-        self._report = report
+        self._wait = wait
+        self.lines: list[str] = []
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], _: RequestConfig
     ) -> list[RolloutOutput]:
-        for index in range(len(requests)):
-            self.journal.call(Call("http://a:1", index, 1, None, 1, "timeout"))
-            self.journal.call(Call("http://a:1", index, 1, None, 2, ANSWERED))
-            self._report(f"{index + 1} of {len(requests)} are there, ")
+        self.journal.call(Call("http://a:1", 0, 1, None, 1, "timeout"))
+        self.journal.call(Call("http://a:1", 0, 1, None, 2, ANSWERED))
+        if len(self.lines) < 2:
+            self.lines.append(self._wait("1 of 3 are there, "))
         return [RolloutOutput([1], [2], "", "stop", False, (1, 1), 0) for _ in requests]
 
     def push_weights(self, version: int) -> None:
-        self._report(f"a push of the weights, version {version}")
+        self.lines.append(self._wait(f"version {version}"))
 
     def close(self) -> None: ...
 
 
-def policy_of(report: Callable[[str], object]) -> Policy:
-    return Policy(Slow(report), Asking("", None, RequestConfig()))
-
-
-SAMPLES = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
-
-
 def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lines) -> None:
-    waited: list[str] = []
-
-    def report(words: str) -> None:
-        if len(waited) < 4:
-            waited.append(output.wait(words))
-
-    policy = policy_of(report)
+    samples = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
+    backend = Slow(output.wait)
+    policy = Policy(backend, Asking("", None, RequestConfig()))
     policy.push_if_stale()
-    policy.answer(SAMPLES, 0)
-    assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", waited[0])
+    policy.answer(samples, 0)
+    pushed, answered = backend.lines
+    assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", pushed)
     counted = r"1 of 3 are there, [\d.]+ a second, \d+s left"
-    assert re.fullmatch(f"Waiting for answers{SINCE}: {counted}", waited[1])
+    assert re.fullmatch(f"Waiting for answers{SINCE}: {counted}", answered)
     policy.take_notes()
     with waiting_for("a step"):
         output.wait("a step")
         output.lines.clear()
-        policy.answer(SAMPLES, 0)
+        policy.answer(samples, 0)
         output.wait("a step")
     assert not [line for line in output.lines if "answers" in line]
 
 
 # --- where it is shown
-
-
-@contextmanager
-def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> Iterator[Callable[[str], object]]:
-    """Waits for words on a console."""
-    monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
-    out = Output()
-    with showing_waits(Console(file=out, force_terminal=terminal, width=100)):
-        yield out.output.wait
 
 
 class Output(io.StringIO):
@@ -161,12 +145,12 @@ class Output(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+def test_a_wait_is_a_status_on_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    with shown(monkeypatch, terminal=terminal) as wait:
-        policy = policy_of(wait)
-        policy.push_if_stale()
-        policy.answer(SAMPLES, 0)
-        last = wait("3 of 3 are there, ")
-    assert ("\x1b[" in str(last)) == terminal
+    monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
+    out = Output()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    with showing_waits(console), waiting_for("a push"):
+        shown = out.output.wait("a push")
+    assert ("\x1b[" in shown) == terminal

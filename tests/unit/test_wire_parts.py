@@ -29,15 +29,15 @@ def some_words(count: int) -> list[int]:
 
 
 @pytest.mark.req("SYNC-06")
-@pytest.mark.parametrize("count", [0, 1, 3, 4095, 4096, 4097, 3 * 4096, 20_001])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_001])
 def test_a_digest_is_that_of_its_definition(count: int) -> None:
     words = some_words(count)
     assert digest_of(words) == defined(words)
 
 
 @pytest.mark.req("SYNC-06")
-@pytest.mark.parametrize("bit", [0, 1, 31, 63])
-@pytest.mark.parametrize("place", [0, 5, 4095, 4096, 2 * 4096 + 17, 10_000])
+@pytest.mark.parametrize("bit", [0, 63])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 10_000])
 def test_a_flipped_bit_and_words_that_trade_places_are_seen(bit: int, place: int) -> None:
     """Bit 63 is the sign. The distances are those of a word, a row, and to the tail."""
     words = some_words(10_001)
@@ -48,16 +48,6 @@ def test_a_flipped_bit_and_words_that_trade_places_are_seen(bit: int, place: int
         traded = list(words)
         traded[place], traded[other] = words[other], words[place]
         assert (digest_of(traded) == digest_of(words)) == (place == other)
-
-
-@pytest.mark.req("FULL-07")
-def test_ranks_meet_when_all_are_ready() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(3) as ranks:
-        met = [ranks.submit(meet, store, rank, 3, 60.0) for rank in (2, 0)]
-        assert not any(each.done() for each in met)
-        meet(store, 1, 3, 60.0)
-        assert [each.result(60.0) for each in met] == [None, None]
 
 
 @pytest.mark.req("FULL-07", "SYNC-04")

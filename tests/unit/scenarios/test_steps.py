@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer
-from learner.types import RolloutOutput, Sample
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.config_faults import changed, only_error
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
@@ -93,36 +90,22 @@ def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
 BATCH, STEPS, SAVED_AT = 4, 4, 2
 
 
-class Counted(Scripted):
-    """Notes in `events` how many samples each rollout has."""
-
-    def __init__(self, samples: Sequence[Sample], parts: Parts, events: list[str]) -> None:
-        super().__init__(samples, parts)
-        self.events = events
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        self.events.append(f"{len(requests)} rollouts")
-        return super().rollout(requests, request_config)
-
-
 class Run:
-    """A run of the real trainer. events: rollouts, forwards and updates, in order.
+    """A run of the real trainer. events: pushes, rollouts, forwards and updates, in order.
 
     forwards: tokens of each forward of the model.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.events: list[str] = []
         parts, inputs = Parts(config), read_inputs(config)
+        self.backend = Scripted(inputs.train, parts)
+        self.events = self.backend.done
         model, folder = parts.loaded.model, open_run_folder(config, None)
         optimizer = build_optimizer(model, config.training)
         self.forwards: list[int] = []
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
-        self.backend = Counted(inputs.train, parts, self.events)
         policy = Policy(self.backend, asking_of(config))
         run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
@@ -168,18 +151,20 @@ def mixed(toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.Temp
     "Selecting the trainer variant with typed `stage2_ab`",
     "Missing opening brace falls back to `{` and trains",
     "Default Stage-2 AB run uses unified Channel-B semantics",
+    "n_softctx_iter=2 runs exactly two forwards and uses final logits",
 )
 def test_selecting_the_trainer_variant(mixed: Run) -> None:
     """Both channels train, by `stage2_ab`. A step takes its samples whole and updates once."""
     assert isinstance(mixed.trainer, StepTrainer)
     assert mixed.channels == "ABBA", "of stage2_ab.schedule.b_ratio"
     assert len(mixed.by_step) == len(mixed.steps) == STEPS
+    versions = iter("12")
     for channel, step, events in zip(mixed.channels, mixed.steps, mixed.by_step, strict=True):
         packs = int(step["packing/post_rollout_packs"])
         assert 1 < packs < BATCH, "packs are neither samples nor steps"
         assert step["packing/post_rollout_segments"] == BATCH
         forwards = 2 if channel == "A" else 1  # of stage2_ab.n_softctx_iter
-        requested = [str(BATCH), "rollouts"] if channel == "B" else []
+        requested = ["push", next(versions), str(BATCH), "rollouts"] if channel == "B" else []
         assert events == requested + ["forward"] * forwards * packs
         if channel == "B":
             names = ("matched", "invalid_rollout")  # of two answers each
@@ -210,7 +195,7 @@ def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(
     packs = int(step["packing/post_rollout_packs"])
     assert step["packing/post_rollout_segments"] == 32
     assert packs < 32
-    assert run.events == ["32 rollouts", *["forward"] * packs, "update"]
+    assert run.events == ["push 1", "32 rollouts", *["forward"] * packs, "update"]
     assert [len(request.images) for request in run.backend.requests] == [1] * 32
     assert max(run.forwards) <= config.global_max_length
     assert 0 < step["grad_norm"] < math.inf
