@@ -260,7 +260,7 @@ def test_a_box_with_an_edge_at_any_bin_is_that_of_pycocotools(resolution: int) -
     ends = [*(box(0, 0, k, 999) for k in bins), *(box(0, 0, 999, k) for k in bins)]
     begins = [*(box(k, 0, 999, 999) for k in bins), *(box(0, k, 999, 999) for k in bins)]
     found = all_ious([*ends, *begins], [WHOLE], resolution)
-    assert found == coco_ious([*ends, *begins], [WHOLE], resolution)
+    assert np.array_equal(found, coco_ious([*ends, *begins], [WHOLE], resolution))
 
 
 # ---- any two shapes ------------------------------------------------------------------
