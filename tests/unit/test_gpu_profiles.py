@@ -135,8 +135,3 @@ def holds_beside_a_server(
     assert (beside.kept / GIB, beside.left / GIB) == pytest.approx((kept, left), rel=0.01)
     assert beside.sequences == pytest.approx(sequences, rel=0.03)
     assert list(beside.refusals()) == []
-
-
-def test_the_page_names_every_gpu() -> None:
-    (named,) = re.findall(r"`--gpu` knows ([^.]+)\.", PAGE.read_text("utf-8"))
-    assert set(re.split(r", | and ", named)) == GPUS.keys()
