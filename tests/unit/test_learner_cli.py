@@ -80,9 +80,6 @@ class Run:
         self.mapping = changed(SERVER, {"servers": servers, "timeout_s": timeout_s}, self.mapping)
         self.set(stage2_ab__schedule__b_ratio=0.5)
 
-    def colocate(self, **vllm: Any) -> None:
-        self.set(stage2_ab__schedule__b_ratio=0.5, rollout_matching__vllm=vllm)
-
     @property
     def file(self) -> Path:
         path = self.folder / "run.yaml"
@@ -229,7 +226,7 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
         return Path(config.training.output_dir)
 
     monkeypatch.setitem(sys.modules, "learner.training.train", SimpleNamespace(train=train))
-    run.colocate()
+    run.set(stage2_ab__schedule__b_ratio=0.5, rollout_matching__vllm={})
     learner.commands.run.train(run.file)
     assert seen == [("3", (3, 1))]
 

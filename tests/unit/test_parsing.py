@@ -58,17 +58,9 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
 
 
 @pytest.mark.req("RES-12", "PARSE-01", "PARSE-04")
-@pytest.mark.parametrize("desc", ["cat", "🧿", "🧿 cat 🧿🧿", "猫🧀"])
-@pytest.mark.parametrize(
-    "array",
-    [
-        "[<|coord_1|>, <|coord_2|>,<|coord_3|> , <|coord_4|>]",
-        '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,"<|coord_4|>"]',
-    ],
-)
-def test_bare_coordinate_tokens_are_accepted(
-    tokenizer: PreTrainedTokenizerFast, array: str, desc: str
-) -> None:
+@pytest.mark.parametrize("desc", ["cat", "🧿 cat 🧿🧿"])
+def test_bare_coordinate_tokens_are_accepted(tokenizer: PreTrainedTokenizerFast, desc: str) -> None:
+    array = '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,<|coord_4|> ]'
     parsed = parse(tokenizer, with_value(f'{{"desc": "{desc}", "bbox_2d": {array}}}'))
     assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
 
@@ -254,26 +246,6 @@ def test_an_answer_is_read_in_order_and_cut_behind_its_last_complete_object(
     assert parsed.max_object_index == max(numbers, default=0)
     assert (parsed.dropped, parsed.truncated) == (dropped, truncated)
     assert not parsed.invalid_rollout
-
-
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize(
-    ("tail", "of_toy", "of_qwen"),
-    [("}", '"]}}', "}}"), (', "object_2": {"desc', '"]},', "},")],
-)
-def test_only_the_token_the_cut_falls_into_is_replaced(
-    toy_tokenizer: PreTrainedTokenizerFast,
-    qwen_tokenizer: PreTrainedTokenizerFast,
-    tail: str,
-    of_toy: str,
-    of_qwen: str,
-) -> None:
-    for tokenizer, fused in ((toy_tokenizer, of_toy), (qwen_tokenizer, of_qwen)):
-        ids = encode(tokenizer, "{" + entry(1) + tail)
-        at = pieces(tokenizer, ids).index(fused)
-        kept = parse_rollout(ids, tokenizer).prefix_token_ids
-        assert kept[:at] == ids[:at]
-        assert "".join(pieces(tokenizer, kept[at:])) == fused[:-1]
 
 
 @pytest.mark.req("PARSE-05")
