@@ -291,9 +291,8 @@ def test_bad_options_are_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").touch()
-    (shutil.copytree(stock, tmp_path / "other") / "config.json").write_text(
-        json.dumps({"model_type": "bert"})
-    )
+    other = shutil.copytree(stock, tmp_path / "other") / "config.json"
+    other.write_text(json.dumps({"model_type": "bert"}))
     weights = load_file(shutil.copytree(stock, tmp_path / "holed") / "model.safetensors")
     del weights["model.language_model.norm.weight"]
     save_file(weights, tmp_path / "holed" / "model.safetensors", {"format": "pt"})

@@ -182,10 +182,7 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
 
 
 @pytest.mark.req("LOSS-01", "LOSS-04")
-@pytest.mark.parametrize(
-    ("dtype", "temperature"),
-    [(torch.float64, 0.7), (torch.float32, 1.0), (torch.float32, 0.7), (torch.bfloat16, 0.7)],
-)
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 0.7)])
 def test_a_wide_vocabulary_is_read_as_one_plain_expression(
     dtype: torch.dtype, temperature: float
 ) -> None:
@@ -303,7 +300,7 @@ def off_the_fence(logits: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "RES-02")
-@pytest.mark.scenario("Gate loss numeric fences are consistent across training and rollout paths")
+@pytest.mark.scenario("Gate-loss numeric fences are consistent across training and rollout paths")
 @pytest.mark.parametrize("kind", ["text", "slots"])
 @pytest.mark.parametrize("name", FENCED)
 def test_bounds_change_the_gradient_only_of_what_they_replace(name: str, kind: str) -> None:
