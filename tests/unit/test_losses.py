@@ -1,4 +1,4 @@
-"""The pieces the objectives are made of: decoding, targets, gates, fences, monitors."""
+"""The pieces the objectives are made of: boxes, gates, fences, monitors."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.objectives.bbox_geo import ciou_loss, expected_coords
+from learner.objectives.bbox_geo import ciou_loss
 from learner.objectives.numerics import (
     all_inside,
     bound_,
@@ -20,7 +20,6 @@ from learner.objectives.numerics import (
     logsumexp_and_text_mass_,
     text_gate,
 )
-from learner.stages.coords import COORD_BINS
 from tests.unit.loss_rows import (
     COORD_IDS,
     TEXT_IDS,
@@ -38,15 +37,7 @@ CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5)
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
 
 
-# ---- boxes and distributions ---------------------------------------------------------
-
-
-@pytest.mark.req("LOSS-03")
-@pytest.mark.scenario("Expectation decoding uses probability-weighted mean (not argmax)")
-def test_expectation_decoding_is_the_mean_not_the_argmax() -> None:
-    logits = torch.full((COORD_BINS,), -1e4)
-    logits[0] = logits[999] = 0.0
-    assert expected_coords(logits).item() == pytest.approx(0.5, abs=1e-6)
+# ---- boxes ---------------------------------------------------------------------------
 
 
 @pytest.mark.req("LOSS-03")

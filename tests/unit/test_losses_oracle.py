@@ -95,6 +95,7 @@ def untaught_rows(case: Case) -> list[int]:
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "LOSS-06", "RES-05", "DATA-02")
 @pytest.mark.scenario(
+    "Expectation decoding uses probability-weighted mean (not argmax)",
     "Geometry losses operate on normalized coordinates",
     "Dropped invalid instances may upweight B3 structure CE",
 )
