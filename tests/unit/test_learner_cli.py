@@ -237,12 +237,16 @@ GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40
 OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
 
 
+def answer_always(answer: Info, _: Any) -> Info:
+    return answer
+
+
 def errors_against(run: Run, *answers: Info) -> list[tuple[int, str, str]]:
     """The errors of training against servers with these `/info/`: number, key, what was found."""
     with ExitStack() as stack:
         servers = [stack.enter_context(scripted_server()) for _ in answers]
         for server, answer in zip(servers, answers, strict=True):
-            server.routes["GET /info/"] = partial(lambda answer, _: answer, answer)
+            server.routes["GET /info/"] = partial(answer_always, answer)
         urls = [server.base_url for server in servers]
         run.use_servers(*urls)
         errors = run.errors()

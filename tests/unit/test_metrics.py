@@ -51,8 +51,8 @@ def plain_metrics(atoms: Sequence[Atom]) -> dict[str, float]:
         if KINDS[key] == "rate":
             found[key] = sum(atom.value for atom in own) / whole if whole else 0.0
         else:
-            combine = sum if KINDS[key] in SUMMED else max
-            found[key] = combine(atom.value for atom in own)
+            values = [atom.value for atom in own]
+            found[key] = sum(values) if KINDS[key] in SUMMED else max(values)
     return found
 
 
