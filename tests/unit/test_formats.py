@@ -329,14 +329,10 @@ def test_an_answer_is_corrected_continued_and_closed(
     [
         (COORD_JSON, ""),
         (COORD_JSON, "{" + entry(1)),
-        (COORD_JSON, '{"object_1": {"desc": "}}'),
         (COORD_JSON, IM_END + "{}"),
-        (COORD_JSON, "{}<|image_pad|>"),
         (COORD_JSON, '{"object_1": {"desc": "<|image_pad|>"}}'),
         (OBJECTS_ARRAY, HEAD + "]}<|image_pad|>"),
         (OBJECTS_ARRAY, HEAD + "]"),
-        (OBJECTS_ARRAY, HEAD + "]]}"),
-        (OBJECTS_ARRAY, HEAD + "}"),
         (COMPACT, CAT_LINE),
         (COMPACT, CAT_LINE + ".<|image_pad|>"),
     ],
@@ -372,7 +368,7 @@ def test_a_description_that_cannot_be_written_in_a_line_is_not_taught(
 
 
 @pytest.mark.req("FMT-01")
-@pytest.mark.parametrize("desc", ["stop!", "(car)", 'the "old"'])
+@pytest.mark.parametrize("desc", ["stop!", 'the "old"'])
 def test_a_newline_is_taught_as_a_token_of_its_own(
     qwen_tokenizer: PreTrainedTokenizerFast, desc: str
 ) -> None:
@@ -392,7 +388,7 @@ def test_a_newline_is_taught_as_a_token_of_its_own(
 
 
 @pytest.mark.req("FMT-01")
-@pytest.mark.parametrize("desc", ["person", "traffic light", "teddy bear"])
+@pytest.mark.parametrize("desc", ["person", "traffic light"])
 @pytest.mark.parametrize(("answers", "most"), [(OBJECTS_ARRAY, 26), (COMPACT, 10)])
 def test_a_box_takes_few_of_qwen_s_tokens(
     qwen_tokenizer: PreTrainedTokenizerFast, answers: AnswerFormat, most: int, desc: str
@@ -418,31 +414,22 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
     [
         ("object_keys", KEYS, 1, None),
         ("object_keys", "{}", 0, None),
-        ("object_keys", KEYS + " \n", 1, None),
         ("object_keys", KEYS + KEYS, 1, "text_behind"),
-        ("object_keys", KEYS + "}", 1, "text_behind"),
-        ("object_keys", "{" + KEYS[1:-1] + f'}}, "object_2": {OBJECT}}}', 1, "text_behind"),
         ("object_keys", "{" + KEYS[1:-1] + f'], "object_2": {OBJECT}}}', 1, "wrong_container"),
         ("object_keys", f'{{"object_1": [{OBJECT}]}}', 0, "wrong_container"),
         ("object_keys", ARRAY, 0, "other_format"),
-        ("object_keys", ARRAY[:14], 0, "other_format"),
         ("object_keys", QWEN, 0, "other_format"),
         ("object_keys", f"```json\n{KEYS}\n```", 0, "fenced"),
         ("object_keys", f"Here: {KEYS}", 0, "prose_before"),
         ("object_keys", "I see a cat.", 0, None),
-        ("object_keys", CAT_LINE, 0, None),
         ("objects_array", ARRAY, 1, None),
-        ("objects_array", '{"objects": []}', 0, None),
         ("objects_array", '{"obj', 0, None),
         ("objects_array", ARRAY + ARRAY, 1, "text_behind"),
         ("objects_array", f'{{"objects": [[{OBJECT}]]}}', 0, "wrong_container"),
-        ("objects_array", f'{{"objects": [{OBJECT}]]}}', 1, "wrong_container"),
         ("objects_array", f'{{"objects": [{OBJECT}}}', 1, "wrong_container"),
         ("objects_array", f'{{"objects": {OBJECT}}}', 0, "other_format"),
         ("objects_array", KEYS, 0, "other_format"),
-        ("objects_array", QWEN, 0, "other_format"),
         ("compact", CAT_LINE + ".", 1, None),
-        ("compact", ".", 0, None),
         ("compact", KEYS, 0, "other_format"),
         ("compact", QWEN.replace(", ", ",\n"), 0, "other_format"),
         ("compact", f"```json\n{KEYS}\n```", 0, "fenced"),
@@ -460,35 +447,32 @@ def test_the_reason_of_each_unread_answer(
 
 
 @pytest.mark.req("FMT-01")
-def test_a_checkpoint_of_a_run_with_another_format_is_refused(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint-5"
-    checkpoint.mkdir()
-    check_taught_format(checkpoint, "compact", "model.model")
-    resolved = tmp_path / RESOLVED
-    resolved.write_text("custom: {answer_format: objects_array}\n")
-    check_taught_format(checkpoint, "objects_array", "model.model")
-    with pytest.raises(ContractError) as caught:
-        check_taught_format(checkpoint, "compact", "--checkpoint")
-    assert caught.value.where == "--checkpoint"
-    assert "as objects_array" in caught.value.found
-    assert "custom.answer_format is compact" in caught.value.found
-    assert "learner export" in caught.value.do
-
-
-@pytest.mark.req("FMT-01")
 @pytest.mark.parametrize(
-    ("text", "taught"), [("custom: {}\n", "object_keys"), ("custom: [", None), ("a: 1", None)]
+    ("text", "taught"),
+    [
+        ("custom: {answer_format: objects_array}\n", "objects_array"),
+        ("custom: {}\n", "object_keys"),  # of an older run
+        ("custom: [", None),
+        (None, None),
+    ],
 )
-def test_an_older_run_had_the_default_and_a_damaged_file_says_nothing(
-    tmp_path: Path, text: str, taught: str | None
+def test_a_checkpoint_of_a_run_with_another_format_is_refused(
+    tmp_path: Path, text: str | None, taught: str | None
 ) -> None:
-    (tmp_path / RESOLVED).write_text(text)
+    """text: of the run's config; None: there is no such file."""
+    checkpoint = tmp_path / "checkpoint-5"
+    if text is not None:
+        (tmp_path / RESOLVED).write_text(text)
     for name in ANSWER_FORMATS:
         if taught in (None, name):
-            check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
-        else:
-            with pytest.raises(ContractError, match=f"as {taught}"):
-                check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
+            check_taught_format(checkpoint, name, "model.model")
+            continue
+        with pytest.raises(ContractError) as caught:
+            check_taught_format(checkpoint, name, "--checkpoint")
+        assert caught.value.where == "--checkpoint"
+        assert f"as {taught}" in caught.value.found
+        assert f"custom.answer_format is {name}" in caught.value.found
+        assert "learner export" in caught.value.do
 
 
 @pytest.mark.req("FMT-01", "REP-01")
@@ -519,9 +503,7 @@ CAT_ENTRY = f'"object_7": {{"desc": "cat", "bbox_2d": {coords(10, 20, 300, 400)}
         ("{" + entry(1), ", "),
         ("{" + entry(1) + " \n\t", ", "),
         ("{", ""),
-        (" { ", ""),
         ("{" + entry(1) + ",", ""),
-        ("{" + entry(1) + ", ", ""),
     ],
 )
 def test_a_separator_is_written_only_after_an_entry(prefix: str, separator: str) -> None:

@@ -82,7 +82,6 @@ def test_the_table_has_every_profile_and_each_begins_with_its_total() -> None:
     for profile, total in totals.items():
         comment, *_ = (PROFILES / f"{profile}.yaml").read_text("utf-8").partition("\nextends")
         assert f" {total:.3g} GiB" in comment
-        assert "16 bytes a parameter" in comment
 
 
 @pytest.mark.req("FULL-10")
@@ -92,8 +91,6 @@ def test_a_profile_fits_with_the_numbers_of_the_page(row: Row, counted: Counted)
     found = counted(profile, gpu, gpus)
     config = found.config
     assert list(found.refusals()) == []
-    assert config.model.gradient_checkpointing
-    assert config.model.torch_dtype == "bfloat16"
     assert config.rollout_matching.backend == "server"  # on GPUs of its own
     assert found.largest.tokens > 0.95 * config.global_max_length
     of_a, of_b = found.costs["A"], found.costs["B"]
@@ -135,8 +132,3 @@ def holds_beside_a_server(
     assert (beside.kept / GIB, beside.left / GIB) == pytest.approx((kept, left), rel=0.01)
     assert beside.sequences == pytest.approx(sequences, rel=0.03)
     assert list(beside.refusals()) == []
-
-
-def test_the_page_names_every_gpu() -> None:
-    (named,) = re.findall(r"`--gpu` knows ([^.]+)\.", PAGE.read_text("utf-8"))
-    assert set(re.split(r", | and ", named)) == GPUS.keys()

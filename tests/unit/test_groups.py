@@ -1,6 +1,6 @@
 """Groups of answers: rewards, advantages, whole answers as targets, and steps over them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,10 +128,9 @@ def test_advantages_are_relative_to_the_group_and_0_without_spread(
     mean = [found.reward for found in rewarded(groups_of(3), *answers)]
     assert all(mean)
     of_mean = [reward.advantage for reward in mean if reward]
-    middle, spread = 5 / 9, (2 / 9 * 4 / 9 + 2 / 27) ** 0.5
+    middle = 5 / 9
     assert of_mean == pytest.approx([1 - middle, 2 / 3 - middle, -middle, 0, 0, 0])
-    variance = sum((each - middle) ** 2 for each in (1, 2 / 3, 0)) / 3
-    spread = variance**0.5
+    spread = (sum((each - middle) ** 2 for each in (1, 2 / 3, 0)) / 3) ** 0.5
     assert [reward.spread for reward in mean if reward] == pytest.approx([spread] * 3 + [0] * 3)
     scaled = [found.reward for found in rewarded(groups_of(3, "mean_std"), *answers)]
     of_std = [reward.advantage for reward in scaled if reward]
@@ -258,11 +257,30 @@ def scenes(toy_data: ToyData) -> list[Sample]:
     return read_samples(toy_data.train_jsonl, allow_poly=False)[:4]
 
 
+ConfigOf = Callable[..., Config]
+
+
+@pytest.fixture
+def config_of(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> ConfigOf:
+    """A small run with groups, and these objectives."""
+
+    def of(*objective: dict[str, Any], **sections: Any) -> Config:
+        if objective:
+            sections["stage2_ab"] = {"pipeline": {"objective": [*objective]}}
+        return group_config(toy_checkpoint, toy_data, tmp_path, **sections)
+
+    return of
+
+
+def with_kl(weight: float) -> dict[str, Any]:
+    return POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": weight}}
+
+
 @pytest.mark.req("GROUP-01", "GROUP-03", "PACK-04", "SEED-01")
 def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
+    config_of: ConfigOf, scenes: list[Sample]
 ) -> None:
-    config = group_config(toy_checkpoint, toy_data, tmp_path, global_max_length=400)
+    config = config_of(global_max_length=400)
     ran = run_step(config, scenes)
     metrics = ran.report.metrics
     assert metrics["packing/post_rollout_segments"] == SIZE * len(scenes)
@@ -296,20 +314,9 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
 
 
 @pytest.mark.req("GROUP-03", "DDP-02")
-def test_two_processes_make_the_step_of_one(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    scenes: list[Sample],
-) -> None:
+def test_two_processes_make_the_step_of_one(config_of: ConfigOf, scenes: list[Sample]) -> None:
     """Answers of unequal lengths in unequal numbers of packs; gradients are averaged."""
-    module = POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": 0.5}}
-    sections: dict[str, Any] = {
-        "stage2_ab": {"pipeline": {"objective": [module]}},
-        "tuner": LORA,
-        "global_max_length": 300,
-    }
-    config = group_config(toy_checkpoint, toy_data, tmp_path, **sections)
+    config = config_of(with_kl(0.5), tuner=LORA, global_max_length=300)
     ordered = sorted(scenes, key=lambda scene: len(scene.objects))
     one = run_step(config, ordered)
     models = [in_training(config), in_training(config)]
@@ -323,12 +330,10 @@ def test_two_processes_make_the_step_of_one(
 
 @pytest.mark.req("GROUP-02", "GROUP-03")
 def test_both_methods_append_missed_objects_beside_the_policy_gradient(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, scenes: list[Sample]
+    config_of: ConfigOf, scenes: list[Sample]
 ) -> None:
-    base = group_config(toy_checkpoint, toy_data, tmp_path)
-    own = {"stage2_ab": {"pipeline": {"objective": [TOKEN_CE, POLICY_GRADIENT]}}}
-    config = group_config(toy_checkpoint, toy_data, tmp_path, **own)
-    assert base.whole_answers
+    config = config_of(TOKEN_CE, POLICY_GRADIENT)
+    assert config_of().whole_answers
     assert not config.whole_answers
     metrics = run_step(config, scenes).report.metrics
     missed = sum(len(scene.objects) - 1 for scene in scenes)
@@ -345,19 +350,11 @@ def test_both_methods_append_missed_objects_beside_the_policy_gradient(
 
 
 @pytest.mark.req("GROUP-04")
-@pytest.mark.parametrize("tuner", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])
 def test_the_start_stays_what_it_was_and_the_trained_model_has_its_gradients(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    scenes: list[Sample],
-    tuner: dict[str, Any],
+    config_of: ConfigOf, scenes: list[Sample], tuner: dict[str, Any]
 ) -> None:
-    module = POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": 0.3}}
-    own: dict[str, Any] = {"stage2_ab": {"pipeline": {"objective": [module]}}}
-    if tuner:
-        own["tuner"] = tuner
-    config = group_config(toy_checkpoint, toy_data, tmp_path, **own)
+    config = config_of(with_kl(0.3), tuner=tuner)
     loaded = load_model(config)
     model = loaded.model.train()
     scene = Scene(config, scenes, loaded)

@@ -87,12 +87,6 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
-    model: Any = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 6, bias=False)))
-    wrapped: Any = get_peft_model(model, LoraConfig(target_modules=["lm_head"])).base_model.model[0]
-    assert chunked(wrapped) == wrapped.forward
-
-
 def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight() -> None:
     task = double(tied=False)
     adapted = nn.Linear(4, 4, dtype=torch.float64)

@@ -129,12 +129,14 @@ def test_beam_search_selects_exactly_one_rollout_response(
     assert ids(backend_of(model, processor).rollout(asked, GREEDY)) != expected
 
 
-@pytest.mark.req("SEED-01")
+@pytest.mark.req("SEED-01", "RUN-01")
 def test_sampled_answers_come_in_batches_that_depend_on_their_first_seed(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
-    backend = backend_of(model, processor, decode_batch_size=2)
+    """The random numbers of training stay as they were."""
+    backend, before = backend_of(model, processor, decode_batch_size=2), torch.get_rng_state()
     outputs = backend.rollout(requests, SAMPLED)
+    assert torch.equal(torch.get_rng_state(), before)
     assert [output.seed for output in outputs] == [5, 6, 7, 8, 9]
     calls = backend.journal.take()[0]["calls"]
     assert [(call["first"], call["count"], call["seed"]) for call in calls] == [
@@ -150,15 +152,6 @@ def test_sampled_answers_come_in_batches_that_depend_on_their_first_seed(
     twice = [requests[2], requests[2]]
     one, other = ids(backend_of(model, processor, decode_batch_size=2).rollout(twice, second))
     assert one != other
-
-
-@pytest.mark.req("RUN-01")
-def test_sampling_leaves_the_random_numbers_of_training_alone(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    before = torch.get_rng_state()
-    backend_of(model, processor).rollout(requests[:1], SAMPLED)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_decoding_ignores_the_defaults_of_the_checkpoint(

@@ -47,8 +47,3 @@ def test_shared_contracts_loads_pydantic_alone() -> None:
 @pytest.mark.scenario("Shared parsing contract is importable without trainer class dependency")
 def test_the_stages_load_without_torch() -> None:
     assert loaded_by(WITHOUT_TORCH) == set()
-
-
-@pytest.mark.req("ARCH-01")
-def test_the_command_lines_load_nothing_heavy() -> None:
-    assert loaded_by(["learner.cli", "rollout_server.cli"], HEAVY | {"numpy", "peft"}) == set()

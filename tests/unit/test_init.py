@@ -33,7 +33,7 @@ from tests.unit.stock_checkpoints import make_stock
 pytestmark = pytest.mark.req("INIT-01")
 
 PROFILE = Path(__file__).parents[2] / "configs" / "stage2_two_channel" / "prod" / "default.yaml"
-GIB = 2**30
+GIB, H100 = 2**30, gpu_named("H100")
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +163,19 @@ def test_checkpoint_with_trained_tokens_gets_no_warm_up(
     assert load_config(tmp_path / "out" / "two_channel.yaml").model.model == model
 
 
+def writer_of(model: Path, scenes: ToyData, out: Path, **options: Any) -> Writer:
+    given = init_options(model, scenes, out, **{"gpu": H100, **options})
+    return Writer(given, out, model, 64, warmup=False)
+
+
 @pytest.fixture(scope="module")
 def counted(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> Estimate:
     """The toy's on an H100; tests replace its numbers by larger ones."""
     folder = tmp_path_factory.mktemp("counted")
-    writer = Writer(
-        init_options(toy_checkpoint, toy_data, folder), folder, toy_checkpoint, 24, warmup=False
-    )
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
-    return estimate(writer.draft(), samples, gpu_named("H100"), 1)
+    writer = writer_of(toy_checkpoint, toy_data, folder, gpu=None, gpus=0)
+    return estimate(writer.draft(), read_samples(toy_data.train_jsonl, allow_poly=False), H100, 1)
 
 
 @dataclass(frozen=True)
@@ -233,9 +235,8 @@ def test_smallest_change_that_fits_is_chosen(
 ) -> None:
     """states, pack: GiB of all weights, and of a pack of 12,000 tokens."""
     count = Counted(counted, states, pack)
-    gpu, lengths = gpu_named("H100"), Lengths(10, 20, 320)
-    given = init_options(toy_checkpoint, toy_data, tmp_path, gpu=gpu, gpus=gpus, lora=lora)
-    writer = Writer(given, tmp_path, toy_checkpoint, 64, warmup=False)
+    lengths = Lengths(10, 20, 320)
+    writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
@@ -248,7 +249,7 @@ def test_smallest_change_that_fits_is_chosen(
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
     assert (config.rollout_matching.backend == "colocate") == (gpus == 1)
     assert config.tuner.train_type == ("lora" if chosen.startswith("LoRA") else "full")
-    assert not list(count(config, gpu, found.learner_gpus).refusals())
+    assert not list(count(config, H100, found.learner_gpus).refusals())
 
 
 @pytest.mark.req("ROLL-03")
@@ -256,8 +257,7 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
     counted: Estimate, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     """A learner of 45 GiB does not fit beside a server that needs 40 GiB."""
-    given = init_options(toy_checkpoint, toy_data, tmp_path, gpu=gpu_named("H100"), gpus=1)
-    writer = Writer(given, tmp_path, toy_checkpoint, 64, warmup=False)
+    writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=1)
     count, lengths = Counted(counted, 45, 0, served=40, moments=2 / 3), Lengths(10, 20, 320)
     found = choose(writer, [], lengths, Console(quiet=True), count)
     assert (found.offload, found.share) == ("optimizer", 0.7)
@@ -273,9 +273,7 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
         (["--gpu", "H1000"], "--gpu", "'H1000'"),
         (["--gpu", "cpu", "--gpus", "2"], "--gpus", "2, and --gpu is cpu"),
         (["--gpu", "cpu", "--model", "no/such"], "--model", "there is no folder no/such"),
-        (["--gpu", "cpu", "--model", "broken"], "--model", "has no config.json"),
         (["--gpu", "cpu", "--model", "other"], "--model", "model_type is bert"),
-        (["--gpu", "cpu", "--model", "empty"], "--model", "no *.safetensors"),
         (["--gpu", "cpu", "--model", "holed"], "--model", "model.language_model.norm.weight"),
         (["--gpu", "cpu", "--data", "none.jsonl"], "none.jsonl", ""),
         (["--gpu", "cpu", "--out", "full"], "full", "is not an empty directory"),
@@ -293,11 +291,8 @@ def test_bad_options_are_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").touch()
-    (tmp_path / "broken").mkdir()
-    for name, family in (("other", "bert"), ("empty", "qwen3_vl")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
-        shutil.copy(stock / "tokenizer.json", tmp_path / name)
+    other = shutil.copytree(stock, tmp_path / "other") / "config.json"
+    other.write_text(json.dumps({"model_type": "bert"}))
     weights = load_file(shutil.copytree(stock, tmp_path / "holed") / "model.safetensors")
     del weights["model.language_model.norm.weight"]
     save_file(weights, tmp_path / "holed" / "model.safetensors", {"format": "pt"})

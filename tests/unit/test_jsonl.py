@@ -1,12 +1,11 @@
 """The data file: what is read, and what is refused with file and line."""
 
-import errno
 import json
-import os
 import unicodedata
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -49,27 +48,19 @@ def the_problem(folder: Path, line: str | dict[str, Any]) -> ContractError:
     return problem
 
 
-def test_a_line_becomes_a_sample_with_absolute_image_paths(tmp_path: Path) -> None:
-    path = write(tmp_path, record(metadata={"split": "day"}))
-    (sample,) = read_samples(path, allow_poly=False)
-    assert sample.sample_id == f"{path}:1"
-    assert sample.images == (tmp_path / "a.png",)
+def test_a_line_becomes_a_sample_with_absolute_image_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "b.png"
+    folder.mkdir()
+    write(folder, record(images=["a.png", str(elsewhere)], metadata={"split": "day"}))
+    monkeypatch.chdir(folder)
+    (sample,) = read_samples(Path("data.jsonl"), allow_poly=False)
+    assert sample.sample_id == "data.jsonl:1"
+    assert sample.images == (folder / "a.png", elsewhere)
     assert (sample.width, sample.height) == (64, 48)
     assert sample.objects == (GroundTruthObject("cat", Shape("bbox_2d", (1, 2, 3, 4))),)
     assert sample.metadata == {"split": "day"}
-
-
-def test_images_are_found_relative_to_the_file_or_by_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    elsewhere = tmp_path / "b.png"
-    elsewhere.touch()
-    write(folder, record(images=["a.png", str(elsewhere)]))
-    monkeypatch.chdir(folder)
-    (sample,) = read_samples(Path("data.jsonl"), allow_poly=False)
-    assert sample.images == (folder / "a.png", elsewhere)
 
 
 @pytest.mark.req("RES-20")
@@ -97,13 +88,6 @@ def test_numbers_numeric_strings_and_coordinate_tokens_are_read(
     assert sample.objects[0].shape == Shape(kind, bins)  # type: ignore[arg-type]
 
 
-def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> None:
-    poly = {"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}
-    problem = the_problem(tmp_path, record(objects=[poly]))
-    assert problem.found == 'objects[0] has "poly" beside its desc'
-    assert problem.do.endswith("bbox_2d, and nothing else; this variant trains boxes only.")
-
-
 @pytest.mark.parametrize(
     "box",
     [
@@ -113,26 +97,10 @@ def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> No
         [-1, 2, 3, 4],
         [3, 2, 1, 4],
         [1, 4, 3, 2],
-        [1, 2, 3, "four"],
-        [1, 2, 3, ""],
-        [1, 2, 3, "4,5"],
-        [1, 2, 3, "0x4"],
-        [1, 2, 3, "nan"],
-        [1, 2, 3, "-inf"],
-        [1, 2, 3, "1e400"],
-        [1, 2, 3, "9" * 400],
-        [1, 2, 3, "999.6"],
-        [1, 2, 3, "true"],
-        [1, 2, 3, "<|coord_1000|>"],
-        [1, 2, 3, "<|coord_007|>"],
-        [1, 2, 3, 10**400],
-        [1, 2, 3, None],
-        [1, 2, 3, True],
-        [1, 2, 3, 999.5],
+        *([1, 2, 3, last] for last in ("four", "", "nan", "1e400", "999.6", "<|coord_1000|>")),
+        *([1, 2, 3, last] for last in ("<|coord_007|>", 10**400, None, True, 999.5)),
         [[1, 2], [3, 4]],
         "1 2 3 4",
-        None,
-        {},
     ],
 )
 def test_a_box_that_is_not_one_is_refused(tmp_path: Path, box: Any) -> None:
@@ -152,14 +120,11 @@ def test_a_polygon_needs_three_points_within_the_image(tmp_path: Path, poly: lis
     ("item", "found"),
     [
         ({"desc": "cat"}, "objects[0] has nothing beside its desc"),
-        ({"desc": "cat", "bbox": [1, 2, 3, 4]}, 'objects[0] has "bbox" beside its desc'),
-        (
-            {**BOX, "poly": [1, 2, 3, 4, 5, 6]},
-            'objects[0] has "bbox_2d", "poly" beside its desc',
-        ),
+        ({"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}, 'objects[0] has "poly" beside its desc'),
         ({**BOX, "score": 1}, 'objects[0] has "bbox_2d", "score" beside its desc'),
         ({**BOX, "desc": "  "}, 'objects[0].desc is "  "'),
-        ({**BOX, "desc": 3}, "objects[0].desc is 3"),
+        ({**BOX, "desc": "a \ud800 half"}, 'objects[0].desc is "a \ud800 half"'),
+        ({**BOX, "desc": "<|image_pad|>"}, 'objects[0].desc is "<|image_pad|>"'),
         ({"bbox_2d": [1, 2, 3, 4]}, "objects[0].desc is missing"),
         ("cat", 'objects[0] is "cat"'),
     ],
@@ -176,18 +141,14 @@ def test_an_object_has_a_description_and_one_geometry(
         ({"width": 0}, "width is 0"),
         ({"height": 4.5}, "height is 4.5"),
         ({"width": True}, "width is true"),
-        ({"height": None}, "height is null"),
         ({"images": []}, "images is []"),
-        ({"images": "a.png"}, 'images is "a.png"'),
         ({"images": [""]}, 'images is [""]'),
         ({"objects": None}, "objects is null"),
         ({"metadata": 3}, "metadata is 3"),
-        ({"metadata": None}, "metadata is null"),
         ({"metadata": {"neg_categories": "cat"}}, 'metadata is {"neg_categories": "cat"}'),
         ({"metadata": {"neg_categories": [" "]}}, 'metadata is {"neg_categories": [" "]}'),
         ({"width": 10**400}, "width is 1" + "0" * 76 + "..."),
         ({"height": 1_000_001}, "height is 1000001"),
-        ({"a\nb": 1}, 'unknown keys "a\\nb"'),
         ({"object": [], "note": ""}, 'unknown keys "note", "object"'),
     ],
 )
@@ -200,9 +161,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
     [
         ('{"images": [', "not JSON (Expecting value at character 13): {"),
         ("", "the line is empty"),
-        (" \t ", "the line is empty"),
         ("[1]", "[1] is no JSON object"),
-        ("null", "null is no JSON object"),
         ("[" * 100_000, "not JSON (nested too deeply)"),
         ("9" * 5_000, "not JSON (a number is too long)"),
         ('{"metadata": {"loss": NaN}}', "not JSON (NaN is no number there)"),
@@ -240,12 +199,8 @@ def test_a_file_that_may_not_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, record())
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ContractError, match="Permission denied"):
+    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError("denied")))
+    with pytest.raises(ContractError, match="denied"):
         read_samples(path, allow_poly=False)
 
 
@@ -288,12 +243,6 @@ def test_any_json_value_is_read_or_refused(
         (sample,) = read_samples(path, allow_poly=True)
         assert sample.width > 0
         assert sample.images
-
-
-@pytest.mark.parametrize("desc", ["a \ud800 half", "<|image_pad|>", "red<|im_end|>"])
-def test_a_description_no_target_can_hold_is_refused(tmp_path: Path, desc: str) -> None:
-    box = {"desc": desc, "bbox_2d": [1, 2, 3, 4]}
-    assert the_problem(tmp_path, record(objects=[box])).found.startswith("objects[0].desc")
 
 
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ def test_gpus_are_split_between_servers_and_learner(
     [
         (gpus("0,1", "1,2"), 2, 1, [("--server-gpus", "GPU 1 is named more than once")]),
         (gpus("0,3"), 1, 1, [("--train-gpus", "GPU 3 is named more than once")]),
-        (gpus("0"), 3, 1, [("--server-gpus", "for 3 server(s)")]),
         (gpus("0", train="4"), 1, 1, [("--train-gpus", "no GPU 4 here")]),
         (
             gpus("-1", "1,1", train=None, processes=0),

@@ -26,7 +26,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
 from tests.unit.config_faults import changed
-from tests.unit.scripted_server import info, problem, scripted_server
+from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).parents[2]
@@ -36,23 +36,11 @@ SERVER = "rollout_matching.vllm.server"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code, its errors by part, and what it had imported."""
+    """How a command ended: its exit code, its errors, and what it had imported."""
 
     code: int
     stderr: str
     heavy: set[str]
-
-    @property
-    def parts(self) -> tuple[str, str, str]:
-        """Where, found and do of the one error."""
-        lines = self.stderr.splitlines()
-        assert len(lines) == 3, self.stderr
-        where, found, do = lines
-        return (
-            where.removeprefix("error: "),
-            found.removeprefix("  found: "),
-            do.removeprefix("  do: "),
-        )
 
 
 def command(module: str, *arguments: str) -> Ended:
@@ -91,9 +79,6 @@ class Run:
         servers = [{"base_url": u, "group_port": p} for u, p in zip(base_urls, ports, strict=True)]
         self.mapping = changed(SERVER, {"servers": servers, "timeout_s": timeout_s}, self.mapping)
         self.set(stage2_ab__schedule__b_ratio=0.5)
-
-    def colocate(self, **vllm: Any) -> None:
-        self.set(stage2_ab__schedule__b_ratio=0.5, rollout_matching__vllm=vllm)
 
     @property
     def file(self) -> Path:
@@ -145,8 +130,9 @@ def test_a_missing_server_ends_training_before_torch_is_loaded(run: Run) -> None
         base_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         run.use_servers(base_url, timeout_s=0.5)
         ended = run.train()
-    where, found, do = ended.parts
-    assert (ended.code, where) == (2, f"GET {base_url}/health/")
+    assert ended.code == 2
+    where, found, do = ended.stderr.splitlines()
+    assert where == f"error: GET {base_url}/health/"
     assert "Connection refused" in found
     assert "rollout-server serve" in do
     assert not ended.heavy & {"torch", "transformers"}
@@ -172,9 +158,6 @@ def test_help_and_commands_about_a_config_load_nothing_heavy(module: str, words:
 @pytest.mark.req("CFG-01")
 def test_training_takes_a_file_and_no_hyperparameters() -> None:
     assert list(inspect.signature(learner.commands.run.train).parameters) == ["file", "config"]
-    ended = command("learner.cli", "train", "--config", "x.yaml", "--learning-rate", "1")
-    assert ended.code == 2
-    assert "No such option" in ended.stderr
 
 
 # --- Data and model ---------------------------------------------------------------------
@@ -243,7 +226,7 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
         return Path(config.training.output_dir)
 
     monkeypatch.setitem(sys.modules, "learner.training.train", SimpleNamespace(train=train))
-    run.colocate()
+    run.set(stage2_ab__schedule__b_ratio=0.5, rollout_matching__vllm={})
     learner.commands.run.train(run.file)
     assert seen == [("3", (3, 1))]
 
@@ -252,7 +235,6 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40)
 OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
-OFF = RepeatTerminateConfig()
 
 
 def answer_always(answer: Info, _: Any) -> Info:
@@ -275,22 +257,18 @@ def errors_against(run: Run, *answers: Info) -> list[tuple[int, str, str]]:
 @pytest.mark.req("REP-06")
 @pytest.mark.scenario("Channel-B startup fails when repeat-aware contract is enabled but inactive")
 @pytest.mark.parametrize(
-    ("ours", "answer", "theirs"),
+    ("answer", "theirs"),
     [
-        (GUARD, info(), "guard is off"),
-        (GUARD, info(GUARD, active=False), "configured but inactive"),
-        (GUARD, info(GUARD.model_copy(update={"answer_format": "compact"})), '"compact"'),
-        (OFF, info(GUARD), '"max_object_keys":40'),
+        (info(), "guard is off"),
+        (info(GUARD, active=False), "configured but inactive"),
+        (info(GUARD.model_copy(update={"answer_format": "compact"})), '"compact"'),
     ],
-    ids=["without", "inactive", "other format", "ours is off"],
+    ids=["without", "inactive", "other format"],
 )
-def test_a_server_with_another_repeat_guard_is_refused(
-    run: Run, ours: RepeatTerminateConfig, answer: Info, theirs: str
-) -> None:
-    run.set(rollout_matching__repeat_terminate=ours.model_dump())
+def test_a_server_with_another_repeat_guard_is_refused(run: Run, answer: Info, theirs: str) -> None:
+    run.set(rollout_matching__repeat_terminate=GUARD.model_dump())
     ((_, key, found),) = errors_against(run, answer)
     assert (key, theirs in found) == ("repeat_terminate", True)
-    assert ("repeat_terminate is off" in found) != ours.enabled
 
 
 @pytest.mark.req("REP-06", "SRV-03", "DEP-03")
@@ -300,6 +278,7 @@ def test_every_server_with_other_settings_is_reported_at_once(run: Run) -> None:
         run, info(GUARD), info(OTHER_GUARD, max_num_seqs=11), info(max_model_len=511)
     )
     assert (first[:2], '"max_object_keys":40' in first[2]) == ((0, "repeat_terminate"), True)
+    assert "repeat_terminate is off" in first[2]
     assert (second[:2], '"max_object_keys":30' in second[2]) == ((1, "repeat_terminate"), True)
     assert (third[:2], "decode_batch_size 12" in third[2]) == ((1, "max_num_seqs"), True)
     assert (fourth[:2], "is 511, and" in fourth[2]) == ((2, "max_model_len"), True)
@@ -315,25 +294,3 @@ def test_a_server_without_adapters_is_refused_only_where_they_are_pushed(
     run.set(rollout_matching__decode_batch_size=12)
     errors = errors_against(run, info(max_num_seqs=11))
     assert [key for _, key, _ in errors] == ["max_num_seqs", *refused]
-
-
-@pytest.mark.req("SYNC-04", "SRV-06")
-@pytest.mark.parametrize(
-    ("route", "answer", "message"),
-    [
-        ("GET /health/", ("not-ready", "the engines are starting", "replicas"), "are starting"),
-        ("GET /info/", ("unauthorized", "no token", "header"), "ROLLOUT_SERVER_TOKEN"),
-    ],
-)
-def test_a_server_that_is_not_ready_or_needs_a_token_is_refused(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    route: str,
-    answer: tuple[str, str, str],
-    message: str,
-) -> None:
-    monkeypatch.delenv("ROLLOUT_SERVER_TOKEN", raising=False)
-    with scripted_server() as server:
-        server.routes[route] = lambda _: problem(*answer)
-        run.use_servers(server.base_url, timeout_s=0.5)
-        assert message in str(run.error())

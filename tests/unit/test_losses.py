@@ -1,4 +1,4 @@
-"""The pieces the objectives are made of: decoding, targets, gates, fences, monitors."""
+"""The pieces the objectives are made of: boxes, gates, fences, monitors."""
 
 import math
 from typing import Any
@@ -8,10 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config import parse_config
-from learner.objectives.bbox_geo import ciou_loss, expected_coords
-from learner.objectives.config import PipelineConfig
-from learner.objectives.coord_reg import CoordRegConfig
+from learner.objectives.bbox_geo import ciou_loss
 from learner.objectives.numerics import (
     all_inside,
     bound_,
@@ -23,21 +20,15 @@ from learner.objectives.numerics import (
     logsumexp_and_text_mass_,
     text_gate,
 )
-from learner.stages.coords import COORD_BINS
-from learner.types import Channel, Role
-from tests.unit.config_faults import ALIGNED
 from tests.unit.loss_rows import (
     COORD_IDS,
-    COORD_REG,
     TEXT_IDS,
     VOCAB,
     Case,
     answer_row,
     coord_diag,
-    coord_reg,
     declared,
     logits_for,
-    make_row,
     token_ce,
 )
 from tests.unit.plain_losses import ciou, trade_off
@@ -46,15 +37,7 @@ CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5)
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
 
 
-# ---- boxes and distributions ---------------------------------------------------------
-
-
-@pytest.mark.req("LOSS-03")
-@pytest.mark.scenario("Expectation decoding uses probability-weighted mean (not argmax)")
-def test_expectation_decoding_is_the_mean_not_the_argmax() -> None:
-    logits = torch.full((COORD_BINS,), -1e4)
-    logits[0] = logits[999] = 0.0
-    assert expected_coords(logits).item() == pytest.approx(0.5, abs=1e-6)
+# ---- boxes ---------------------------------------------------------------------------
 
 
 @pytest.mark.req("LOSS-03")
@@ -114,45 +97,6 @@ def test_bounds_in_place_and_their_gradient_are_those_of_the_bounds() -> None:
     assert bounded_gradient(raw, pulls).tolist() == [0, 0, 0, 0, 0, 6, 7, 8]
     assert bounded_gradient(raw, pulls, 2.0).tolist() == [0, 0, 0, 4, 5, 6, 7, 8]
     assert bounded_gradient(raw, pulls, 0.5).tolist() == [0, 0, 0, 0, 0, 0, 0, 8]
-
-
-def awkward_rows() -> torch.Tensor:
-    """(6, V): small, spread and huge logits, infinities and NaN in and out of the coordinates."""
-    rows = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5))
-    rows[1] *= 30
-    rows[2, COORD_IDS[3]] = 1e9
-    rows[3, TEXT_IDS[5]] = torch.inf
-    rows[4, 7:60] = -torch.inf
-    rows[5, [TEXT_IDS[3], COORD_IDS[8]]] = torch.nan
-    return rows
-
-
-@pytest.mark.req("LOSS-04", "LOSS-06", "RES-02")
-@pytest.mark.parametrize("row", range(6))
-def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_paths(
-    row: int,
-) -> None:
-    zeros = {key: 0.0 for key in CoordRegConfig.model_fields if key.endswith("_weight")}
-    gate = COORD_REG.model_copy(update=zeros | {"coord_gate_weight": 1.0, "temperature": 0.7})
-    alone = declared(coord_reg(gate, weight=1.0), diagnostics=[coord_diag()])
-    one_slot = make_row([Role.PROMPT, Role.COORD], [False] * 2, [(1, 500.0)], [])
-    logits = awkward_rows()[row : row + 1].expand(2, -1)
-    shipped = parse_config(ALIGNED).pipeline
-    paths: list[tuple[PipelineConfig, float, Channel, str, str | None]] = [
-        (alone, 0.7, "A", "A2_coord", "A1"),
-        (alone, 0.7, "B", "B_coord", "B"),
-        (shipped, 1.0, "B", "B_coord", None),
-    ]
-    for config, temperature, channel, family, monitor in paths:
-        full = full_logsumexp(logits[0], temperature)
-        helper = coord_gate(full, logits[0, COORD_IDS], temperature).item()
-        assert math.isfinite(helper)
-        loss = Case(config, one_slot, channel).loss([logits])
-        expected = pytest.approx(helper, rel=1e-5, abs=2e-3 if helper > 100 else 1e-5)
-        assert loss.atoms[f"loss/{family}/coord_gate"] == expected
-        if monitor is not None:
-            mass = loss.diagnostics[f"coord_diag/{monitor}/coord_mass_mean"]
-            assert mass == pytest.approx(math.exp(-helper), rel=1e-3, abs=1e-6)
 
 
 # ---- monitors ------------------------------------------------------------------------

@@ -95,6 +95,7 @@ def untaught_rows(case: Case) -> list[int]:
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "LOSS-06", "RES-05", "DATA-02")
 @pytest.mark.scenario(
+    "Expectation decoding uses probability-weighted mean (not argmax)",
     "Geometry losses operate on normalized coordinates",
     "Dropped invalid instances may upweight B3 structure CE",
 )
@@ -182,10 +183,7 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
 
 
 @pytest.mark.req("LOSS-01", "LOSS-04")
-@pytest.mark.parametrize(
-    ("dtype", "temperature"),
-    [(torch.float64, 0.7), (torch.float32, 1.0), (torch.float32, 0.7), (torch.bfloat16, 0.7)],
-)
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 0.7)])
 def test_a_wide_vocabulary_is_read_as_one_plain_expression(
     dtype: torch.dtype, temperature: float
 ) -> None:
@@ -237,14 +235,11 @@ def mixed(row: Tensor) -> None:
 
 
 ROWS: dict[str, Callable[[Tensor], None]] = {
-    **{
-        f"all {value}": at(range(VOCAB), value) for value in (0.0, 1e4, -1e4, 9.9e3, INF, -INF, NAN)
-    },
+    **{f"all {value}": at(range(VOCAB), value) for value in (0.0, 9.9e3, INF, -INF, NAN)},
     "coordinates inf": at(COORD_IDS, INF),
     "coordinates -inf": at(COORD_IDS, -INF),
     "text inf": at(TEXT_IDS, INF),
     "text -inf": at(TEXT_IDS, -INF),
-    "one coordinate 9.9e3": at(COORD_IDS[300:301], 9.9e3),
     "one coordinate inf": at(COORD_IDS[300:301], INF),
     "one text id inf": at(TEXT_IDS[3:4], INF),
     "one coordinate -inf": at(COORD_IDS[10:11], -INF),
@@ -305,7 +300,8 @@ def off_the_fence(logits: Tensor, temperature: float) -> Tensor:
     return (~edge).to(logits.dtype)
 
 
-@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04")
+@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "RES-02")
+@pytest.mark.scenario("Gate-loss numeric fences are consistent across training and rollout paths")
 @pytest.mark.parametrize("kind", ["text", "slots"])
 @pytest.mark.parametrize("name", FENCED)
 def test_bounds_change_the_gradient_only_of_what_they_replace(name: str, kind: str) -> None:

@@ -289,23 +289,6 @@ def test_next_push_begins_when_all_processes_have_their_answers() -> None:
     assert run.pushed() == [[1, 2]]
 
 
-@pytest.mark.req("SYNC-08", "DDP-01")
-def test_failed_push_of_process_0_raises_the_same_error_in_all() -> None:
-    with ranks(1, count=3) as run:
-
-        def work(rank: Rank) -> None:
-            begin(rank)
-            rank.meet()
-            if rank.peers.rank == 0:
-                run.channels[0].failures.extend([RunError("broken"), RunError("broken again")])
-            rank.backend.push_weights(2)
-
-        errors = run.outcomes(work)
-    assert [type(error) for error in errors] == [RunError] * 3
-    assert all("broken again" in str(error) for error in errors)
-    assert all("learner process 0 failed" in str(error) for error in errors[1:])
-
-
 @pytest.mark.req("SYNC-06", "SYNC-08")
 def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
     compared: list[tuple[str, int]] = []

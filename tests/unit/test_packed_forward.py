@@ -11,9 +11,7 @@ from torch import nn
 from learner.models.attention import attention_of
 from learner.models.load import LoadedModel
 from learner.models.packing_check import check_packing
-from learner.models.packs import Segment, make_pack, make_segment
-from learner.stages.coords import coord_token
-from learner.types import Role
+from learner.models.packs import Segment, make_segment
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import loaded_from
 from tests.unit.mixed_samples import mixed_samples
@@ -31,21 +29,6 @@ def loaded(toy_checkpoint: Path) -> LoadedModel:
 def segments(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> list[Segment]:
     samples = mixed_samples(tmp_path_factory.mktemp("images"))
     return ToyLearner(loaded).channel_a.segments(samples)
-
-
-@pytest.mark.req("PACK-04", "APPEND-03")
-def test_slots_and_roles_move_by_the_segments_offset(
-    loaded: LoadedModel, segments: list[Segment]
-) -> None:
-    row = make_pack(segments).supervision
-    assert row.boxes.shape == (4, 4)
-    assert (row.roles[: segments[0].prompt.ids.numel()] == Role.PROMPT).all()
-    ids = row.input_ids[row.coord_positions].tolist()
-    bins = [int(value) for value in row.coord_bins.tolist()]
-    assert bins[:4] == [10, 20, 300, 400]
-    assert bins[-4:] == [250, 260, 750, 760]
-    for token, bin_ in zip(ids, bins, strict=True):
-        assert loaded.tokenizer.convert_ids_to_tokens(token) == coord_token(bin_)
 
 
 class Spoilt(nn.Module):

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from binpacking.to_constant_volume import to_constant_volume
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config.training import TrainingConfig
+from learner.config import load_config
 from learner.stages.packing import StepPacker, forwards_due
 from learner.stages.packing.plan import plan_packs, select_segments
 from learner.types import Place
 from shared_contracts.errors import ContractError
 
+WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 CAPACITY = 20
 
 # Many of the same length, and many that fill a pack alone or in halves.
@@ -50,7 +52,6 @@ def subset_totals(lengths: Sequence[int]) -> set[int]:
     ("lengths", "chosen"),
     [
         ([], []),
-        ([20], [0]),
         ([20, 1, 2], [0]),
         ([3, 20], [0]),
         ([5, 4, 6], [0, 1, 2]),
@@ -125,7 +126,6 @@ MIN_FILLS = st.sampled_from([0.0, 0.5, 0.7, 0.9, 1.0])
     ("lengths", "min_fill", "totals"),
     [
         ([], 0.5, []),
-        ([20, 20], 0.5, [20, 20]),
         ([5, 5, 5, 5], 0.5, [20]),
         # 8 + 7 + 5 and 6 + 5 + 5 + 4.
         ([8, 7, 6, 5, 5, 5, 4], 0.5, [20, 20]),
@@ -227,23 +227,12 @@ def step(
     min_fill: float = 0.5,
     packing: bool = True,
     fills: list[float] | None = None,
-    capacity: int = CAPACITY,
 ) -> StepPacker[Item, list[Item]]:
     """fills: takes what the packs are filled to."""
-    training = TrainingConfig.model_validate(
-        {
-            "run_name": "packed",
-            "output_dir": "nowhere",
-            "learning_rate": 1e-3,
-            "effective_batch_size": 4,
-            "max_steps": 1,
-            "packing": packing,
-            "packing_buffer": limit,
-            "packing_min_fill_ratio": min_fill,
-        }
-    )
+    given = {"packing": packing, "packing_buffer": limit, "packing_min_fill_ratio": min_fill}
+    training = load_config(WARMUP).training.model_copy(update=given)
     check = None if fills is None else fills.append
-    return StepPacker[Item, list[Item]](training, capacity, list, check)
+    return StepPacker[Item, list[Item]](training, CAPACITY, list, check)
 
 
 @pytest.mark.req("PACK-01", "PACK-02", "ARCH-02")

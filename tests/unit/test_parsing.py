@@ -58,17 +58,9 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
 
 
 @pytest.mark.req("RES-12", "PARSE-01", "PARSE-04")
-@pytest.mark.parametrize("desc", ["cat", "🧿", "🧿 cat 🧿🧿", "猫🧀"])
-@pytest.mark.parametrize(
-    "array",
-    [
-        "[<|coord_1|>, <|coord_2|>,<|coord_3|> , <|coord_4|>]",
-        '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,"<|coord_4|>"]',
-    ],
-)
-def test_bare_coordinate_tokens_are_accepted(
-    tokenizer: PreTrainedTokenizerFast, array: str, desc: str
-) -> None:
+@pytest.mark.parametrize("desc", ["cat", "🧿 cat 🧿🧿"])
+def test_bare_coordinate_tokens_are_accepted(tokenizer: PreTrainedTokenizerFast, desc: str) -> None:
+    array = '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,<|coord_4|> ]'
     parsed = parse(tokenizer, with_value(f'{{"desc": "{desc}", "bbox_2d": {array}}}'))
     assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
 
@@ -109,7 +101,7 @@ def test_an_invalid_object_is_dropped_with_its_reason_and_the_others_stay(
 
 
 @pytest.mark.req("PARSE-04", "PARSE-07")
-@pytest.mark.parametrize("behind", ["", "[]", "[[]]"])
+@pytest.mark.parametrize("behind", ["", "[]"])
 def test_brackets_too_deep_to_be_coordinates_count_as_nested(
     tokenizer: PreTrainedTokenizerFast, behind: str
 ) -> None:
@@ -199,25 +191,19 @@ def test_an_object_without_one_comma_a_key_object_n_and_one_colon_before_it_is_i
 HUGE = 10**639 - 1
 
 ONE, BOTH = "{" + entry(1), "{" + entry(1) + ", " + entry(2)
+TURNED = "{" + entry(10) + ", " + entry(2)
 NINE = [("object_9", "key_invalid")]
 GEOMETRY_FIRST = f'{{"object_1": {{"bbox_2d": {BOX}, "desc": "cat"}}'
 Drops = list[tuple[str, str]]
 
 # (answer, what is kept of it, numbers of its objects, what is dropped, whether it is truncated)
 READ: list[tuple[str, str, list[int], Drops, bool]] = [
-    (
-        "{" + entry(10) + ", " + entry(2) + "}",
-        "{" + entry(10) + ", " + entry(2),
-        [10, 2],
-        [],
-        False,
-    ),
+    (TURNED + "}", TURNED, [10, 2], [], False),
     (GEOMETRY_FIRST + "}", GEOMETRY_FIRST, [1], [], False),
     (" \t\r\n  " + ONE + "}", " \t\r\n  " + ONE, [1], [], False),
     # Behind its end.
     (ONE + "}<|im_end|>, " + entry(2) + "}", ONE, [1], [], False),
     (ONE + "<|im_end|>, " + entry(2) + "}", ONE, [1], [], True),
-    (ONE + "} {" + entry(2) + "} and so on", ONE, [1], [], False),
     # Unfinished: cut after the last complete object.
     *((BOTH + tail, BOTH, [1, 2], [], True) for tail in ("", ",", ", ", ', "obj', " nonsense")),
     *(
@@ -264,38 +250,14 @@ def test_an_answer_is_read_in_order_and_cut_behind_its_last_complete_object(
 
 @pytest.mark.req("PARSE-05")
 @pytest.mark.parametrize(
-    ("tail", "of_toy", "of_qwen"),
-    [("}", '"]}}', "}}"), (', "object_2": {"desc', '"]},', "},")],
-)
-def test_only_the_token_the_cut_falls_into_is_replaced(
-    toy_tokenizer: PreTrainedTokenizerFast,
-    qwen_tokenizer: PreTrainedTokenizerFast,
-    tail: str,
-    of_toy: str,
-    of_qwen: str,
-) -> None:
-    for tokenizer, fused in ((toy_tokenizer, of_toy), (qwen_tokenizer, of_qwen)):
-        ids = encode(tokenizer, "{" + entry(1) + tail)
-        at = pieces(tokenizer, ids).index(fused)
-        kept = parse_rollout(ids, tokenizer).prefix_token_ids
-        assert kept[:at] == ids[:at]
-        assert "".join(pieces(tokenizer, kept[at:])) == fused[:-1]
-
-
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize(
     "text",
     [
         "",
         " \n",
         "no brace",
-        "[]",
-        "<|coord_1|>",
         "<|im_end|>{}",
         "Sure: {" + entry(1) + "}",
-        '"{' + entry(1) + "}",
         "\u00a0{" + entry(1) + "}",
-        "\ufeff{" + entry(1) + "}",
     ],
 )
 def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_brace(
@@ -370,9 +332,7 @@ def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_bef
     [
         '"object_1"',
         '"object_1":',
-        '"object_1" : ',
         '"object_1" none',
-        '"object_1": [5] 6',
         '"object_1": 5 "loose"',
     ],
 )
@@ -397,22 +357,17 @@ def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
     ("text", "largest"),
     [
         ("{" + entry(2) + ', "object_9": {"desc": "broken"}}', 9),
-        ("{" + entry(9) + ", " + entry(2) + "}", 9),
         ("{" + entry(2) + ', "object_9": {"desc": "unfinished', 2),
         ('{"object_9": 5, ' + entry(2) + "}", 9),
         ("{" + entry(2) + ', "object_9": 5}', 2),
         ('{"object_1": {"object_9": {}}, ' + entry(2) + "}", 9),
         ('{"object_x": {}, "object_": {}, "thing_7": {}}', 0),
         ("{" + entry(1, r"\"object_9\": ") + "}", 1),
-        ("{" + entry(10**18) + ", " + entry(2) + "}", 10**18),
         pytest.param("{" + entry(HUGE) + ", " + entry(2) + "}", HUGE, id="639 digits"),
         pytest.param("{" + entry(HUGE + 1) + ", " + entry(2) + "}", 2, id="640 digits"),
-        ('{"object_' + "9" * 5000 + '": {}, ' + entry(2) + "}", 2),
         ('{"object_5" \n: {}}', 5),
         ('{"object_5" {}, ' + entry(2) + "}", 5),
-        ('{"object_5" 7, ' + entry(2) + "}", 5),
         ("{" + entry(2) + ', "object_5" 7}', 2),
-        ('{"object_' + "9" * 640 + '" {}, ' + entry(2) + "}", 2),
     ],
 )
 def test_the_largest_number_of_any_key_in_the_prefix_counts(
