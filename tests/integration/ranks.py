@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,15 @@ class Nursery:
         self._ends: queue.Queue[dict[str, int]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, config: Path, ranks: int, log: Path) -> Ranks:
+    def start(self, config: Path, ranks: int, moment: Sequence[str | float] = ()) -> Ranks:
+        """Its logs are beside the config. moment: of its end, as `rank_nursery` reads it."""
         assert self._process.stdin is not None
-        wanted = {"config": str(config), "ranks": ranks, "log": str(log)}
+        log = config.with_suffix("")
+        wanted = {"config": str(config), "ranks": ranks, "log": str(log), "moment": moment}
         self._process.stdin.write(json.dumps(wanted) + "\n")
         self._process.stdin.flush()
         pids = self._lines.get(timeout=RUN_S)["pids"]
-        return Ranks(pids, self._ends, [log.with_suffix(f".{rank}.log") for rank in range(ranks)])
+        return Ranks(pids, self._ends, [Path(f"{log}.{rank}.log") for rank in range(ranks)])
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from learner.operate import demo
-from tests.contract.running_server import children, wait_until_gone
+from tests.contract.running_server import START_TIMEOUT_S, children, wait_until_gone
 from tests.started_command import LEARNER, LIMIT_S, StartedCommand
 
 
@@ -80,12 +80,15 @@ def test_crowded_demo_of_a_few_steps_runs_all_its_parts(
     configs = tmp_path / "configs"
     shutil.copytree(demo.CONFIGS, configs)
     for shipped in configs.glob("crowded_*.yaml"):
-        few = re.sub(r"(max_steps|save_steps): \d+", r"\1: 4", shipped.read_text())
-        shipped.write_text(few)
+        few = re.sub(
+            r"(max_steps|save_steps|effective_batch_size): \d+", r"\1: 4", shipped.read_text()
+        )
+        shipped.write_text(few.replace("max_new_tokens: 200", "max_new_tokens: 40"))
     monkeypatch.setattr(demo, "CONFIGS", configs)
-    monkeypatch.setattr(demo, "TRAIN_SCENES", 32)
-    monkeypatch.setattr(demo, "HELD_OUT_SCENES", 4)
+    monkeypatch.setattr(demo, "TRAIN_SCENES", 16)
+    monkeypatch.setattr(demo, "HELD_OUT_SCENES", 2)
     monkeypatch.setattr(demo, "PRETRAINING_STEPS", 4)
+    monkeypatch.setattr(demo, "SERVER_START_S", START_TIMEOUT_S)
     console = Console(file=io.StringIO(), width=120)
     folder = tmp_path / "demo"
     demo.run_demo(folder, 0, console, control=True, world="crowded")

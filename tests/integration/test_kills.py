@@ -28,21 +28,15 @@ from learner.runs.checkpoint import newest_whole
 from learner.stages.schedule import channel_for_step
 from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
 from tests.integration.alignment import logged_answers
-from tests.integration.ranks import RUN_S, Nursery, Ranks, nursery, wait_until
+from tests.integration.ranks import RUN_S, Nursery, Ranks, wait_until
 from tests.integration.shared_server import address_of, give_back
 from tests.unit.small_run import small_mapping
 
-STEPS = 10
+STEPS = 8
 BATCH = 8
 RANKS = 2
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with nursery(tmp_path_factory.mktemp("nursery")) as ranks:
-        yield ranks
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class World:
             "stage2_ab": {"schedule": {"b_ratio": 0.5}},
             "rollout_matching": {
                 "decode_batch_size": 4,
-                "max_new_tokens": 200,
+                "max_new_tokens": 64,
                 "repeat_terminate": {"enabled": False},
                 "vllm": {"mode": "server", "server": {"servers": addresses, "timeout_s": 120}},
             },
@@ -80,8 +74,7 @@ class World:
         return file
 
     def start(self, config: Path) -> "Run":
-        ranks = self.nursery.start(config, RANKS, config.with_suffix(""))
-        return Run(ranks, self.folder / config.stem)
+        return Run(self.nursery.start(config, RANKS), self.folder / config.stem)
 
 
 @dataclass(frozen=True)
