@@ -7,7 +7,8 @@ import pytest
 from tests.contract.running_server import CPU
 from tests.integration.sharded_push import check_pushes, pushed_from_shards
 
-pytestmark = pytest.mark.slow
+# test_colocated_run.py pushes from shards in `make test-slow`, to servers of its own.
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.req("SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
