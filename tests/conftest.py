@@ -11,6 +11,7 @@ from hypothesis import Phase, settings
 from learner.data.toy import ToyData, make_data
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
+from tests.integration.ranks import Nursery, nursery
 
 # How many examples a property is tried with: the same 25 in every run, the same 100 in CI, new
 # ones with `--hypothesis-profile=nightly`, and for `make mutants` enough to see one fail. No
@@ -81,6 +82,13 @@ def server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 def scene(server: RunningServer) -> Path:
     """A local image the shared server may read."""
     return server.media / "scene.png"
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes of `learner` quickly."""
+    with nursery(tmp_path_factory.mktemp("nursery")) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

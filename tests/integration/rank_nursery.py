@@ -2,9 +2,9 @@
 
     python -m tests.integration.rank_nursery
 
-Per line of JSON {"config", "ranks", "log", "moment"}: forks `ranks` processes of `learner train`
-and prints {"pids": [...]}. Prints {"pid", "code"} of each process that ends. Ends with its input,
-and its processes with it.
+Per line of JSON {"words", "folder", "ranks", "log", "moment"}: forks `ranks` processes of `learner`
+with these words, and prints {"pids": [...]}. Prints {"pid", "code"} of each process that ends. Ends
+with its input, and its processes with it.
 
 moment: when a process kills itself; [], or [event, ending, seconds]: so many seconds after its
 first audit event of this name (such as `open` or `os.rename`) on a path with this ending.
@@ -46,7 +46,7 @@ def kill_at(event: str, ending: str, seconds: float) -> None:
 
 
 def become_rank(rank: int, port: int, wanted: dict[str, Any]) -> None:
-    """In the new process: `learner train`, as torchrun would have started it if it is not alone."""
+    """In the new process: `learner`, as torchrun would have started it if it is not alone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks, log = wanted["ranks"], f"{wanted['log']}.{rank}.log"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -56,7 +56,8 @@ def become_rank(rank: int, port: int, wanted: dict[str, Any]) -> None:
     if ranks > 1:
         os.environ |= {name: str(value) for name, value in names.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.argv = ["learner", "train", "--config", wanted["config"]]
+    os.chdir(wanted["folder"])
+    sys.argv = ["learner", *wanted["words"]]
     if wanted["moment"]:
         kill_at(*wanted["moment"])
     code = 0

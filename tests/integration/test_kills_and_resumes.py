@@ -82,8 +82,6 @@ def world(started: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def learn(world: World, config: Path, *moment: str | float) -> tuple[int, str]:
     """Exit code, and what this learner printed."""
-    log = config.with_suffix(".0.log")
-    log.unlink(missing_ok=True)
     ranks = world.nursery.start(config, 1, moment)
     (code,) = ranks.wait(RUN_S)
     return code, ranks.log(0)
