@@ -192,21 +192,6 @@ def test_a_run_that_is_killed_and_restarted_makes_every_step_once(
     require_every_step_and_sample_once(config, run.folder)
 
 
-@pytest.mark.nightly
-@pytest.mark.req("SYNC-07", "SYNC-08", "DIST-05")
-@pytest.mark.parametrize("attempt", range(10))
-def test_a_run_waits_for_its_only_server_which_gets_the_weights_again(
-    world: World, attempt: int
-) -> None:
-    config = world.config(f"alone{attempt}", [world.kept.base_url])
-    run = world.start(config)
-    wait_until(decoding(world.kept.base_url, run), run.ranks)
-    pause(0.2, attempt)
-    os.kill(world.kept.pid, signal.SIGKILL)
-    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.tails()
-    require_every_step_and_sample_once(config, run.folder)
-
-
 @pytest.mark.req("ASYNC-01", "STEP-01", "STEP-02", "RES-07", "RUN-01", "SYNC-09")
 def test_an_asynchronous_run_that_is_killed_trains_on_every_share_once(world: World) -> None:
     """Channel B trains on answers of earlier weights. Weights are pushed before every step."""
