@@ -33,21 +33,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 torch.set_num_threads(1)
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-# Fixtures that take long to make. All tests that use one of them run in the same process.
-SHARED = ("server", "far", "world")
-
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, and those of `SHARED` or `tests/gpu`, too."""
+    """Keep the tests of a file in one process; those of the shared server or `tests/gpu`, too."""
     folder = Path(__file__).parent
     for item in items:
         file = item.path.relative_to(folder)
         own = vars(item.module) if isinstance(item, pytest.Function) else {}
-        fixtures = getattr(item, "fixturenames", ())
-        used = [name for name in SHARED if name in fixtures and name not in own]
+        shares = "server" in getattr(item, "fixturenames", ()) and "server" not in own
         # Two tests on the same GPUs at once would disturb each other.
-        group = "gpu" if file.parts[0] == "gpu" else (used or [str(file)])[0]
+        group = "gpu" if file.parts[0] == "gpu" else "server" if shares else str(file)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
