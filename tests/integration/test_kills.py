@@ -5,7 +5,6 @@ step and every sample is logged once. Real processes over gloo, real servers; ra
 `make nightly`.
 """
 
-import json
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
 from tests.integration.alignment import logged_answers
 from tests.integration.ranks import RUN_S, Nursery, Ranks, wait_until
 from tests.integration.shared_server import address_of, give_back
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 STEPS = 8
 BATCH = 8
@@ -83,9 +82,8 @@ class Run:
     folder: Path
 
     def steps(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [line for line in map(json.loads, lines) if "loss" in line]
+        there = (self.folder / "metrics.jsonl").exists()
+        return metric_lines(self.folder, "loss") if there else []
 
     def wait_for_steps(self, more: int) -> None:
         """Until it has made `more` steps beyond those logged now."""
@@ -147,8 +145,8 @@ def decoding(url: str, run: Run) -> Callable[[], bool]:
 
 def require_every_step_and_sample_once(config_file: Path, folder: Path) -> None:
     config = load_config(config_file)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "loss" in line] == list(range(1, STEPS + 1))
+    steps = [line["step"] for line in metric_lines(folder, "loss")]
+    assert steps == list(range(1, STEPS + 1))
     samples = read_samples(Path(config.data.train_jsonl), allow_poly=False)
     order = BatchOrder(len(samples), BATCH, RANKS, config.training.seed, config.data.shuffle)
     expected = Counter(

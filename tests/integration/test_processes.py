@@ -26,7 +26,7 @@ from learner.models.toy import ToyFamily, make_model
 from learner.training.train import order_of
 from tests.integration.process_run import run
 from tests.integration.ranks import Nursery
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = [pytest.mark.slow]
 
@@ -127,7 +127,6 @@ class World:
         states = [torch.load(path) for path in sorted(file.parent.glob(f"{file.stem}-[0-9].pt"))]
         config = load_config(file)
         folder = Path(config.training.output_dir)
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return Run(
             folder,
             dict(
@@ -135,7 +134,7 @@ class World:
             ),
             [state["weights"] for state in states],
             [state["rates"] for state in states],
-            [line for line in lines if "loss" in line],
+            metric_lines(folder, "loss"),
             states[0]["pushed"],
             states[0]["gathered"],
         )
@@ -312,7 +311,7 @@ def test_an_error_of_one_process_ends_both_with_its_text(
     logs = [ranks.log(rank) for rank in range(2)]
     assert codes == [2, 2], logs
     assert all(f"{broken} cannot be decoded" in log for log in logs), logs
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(metric_lines(tmp_path / "run")) == 1
 
 
 @pytest.mark.req("DDP-01")
@@ -323,7 +322,6 @@ def test_a_sample_that_one_process_cannot_decode_is_replaced(
     ranks = started.start(yaml, 2)
     codes = ranks.wait(timeout_s=RUN_S)
     assert codes == [0, 0], ranks.tails()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines[:-1]] == [1, 2, 3]
+    assert [line["step"] for line in metric_lines(tmp_path / "run", "loss")] == [1, 2, 3]
     (listed,) = (tmp_path / "run" / "bad_samples.rank1.jsonl").read_text().splitlines()
     assert broken in json.loads(listed)["reason"]
