@@ -30,7 +30,7 @@ from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = [pytest.mark.slow]
 
-RUN_S = 500.0
+RUN_S = 840.0
 BATCH = 4
 # The second loss is of weights that the first step has changed.
 SHORT = {"max_steps": 2, "warmup_ratio": 0.0, "effective_batch_size": BATCH, "packing": False}
