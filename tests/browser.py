@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
@@ -22,19 +21,15 @@ _ARGUMENTS = [
     "--disable-sync",
 ]
 
-Theme = Literal["light", "dark"]
-
 
 @contextmanager
-def running_browser(*arguments: str) -> Iterator[Browser]:
+def running_browser() -> Iterator[Browser]:
     """Skips where there is no Chromium; fails in CI, where there has to be one."""
     if not CHROMIUM.is_file():
         reason = f"there is no {CHROMIUM} to open the page with"
         (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=[*_ARGUMENTS, *arguments]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
         try:
             yield browser
         finally:
@@ -64,17 +59,9 @@ class Watched:
 
 
 @contextmanager
-def opened(
-    browser: Browser,
-    file: Path,
-    *,
-    anchor: str = "",
-    theme: Theme = "light",
-    width: int = 1280,
-    height: int = 900,
-) -> Iterator[Watched]:
+def opened(browser: Browser, file: Path, *, anchor: str = "") -> Iterator[Watched]:
     """The file in a tab of its own, which must end without an error and without a request."""
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.emulate_media(reduced_motion="reduce")
     watched = Watched(page)
     try:

@@ -11,6 +11,7 @@ from hypothesis import Phase, settings
 from learner.data.toy import ToyData, make_data
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
+from tests.integration.ranks import Nursery, nursery
 
 # How many examples a property is tried with: the same 25 in every run, the same 100 in CI, new
 # ones with `--hypothesis-profile=nightly`, and for `make mutants` enough to see one fail. No
@@ -32,21 +33,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 torch.set_num_threads(1)
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-# Fixtures that take long to make. All tests that use one of them run in the same process.
-SHARED = ("server", "far", "world")
-
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, and those of `SHARED` or `tests/gpu`, too."""
+    """Keep the tests of a file in one process; those of the shared server or `tests/gpu`, too."""
     folder = Path(__file__).parent
     for item in items:
         file = item.path.relative_to(folder)
         own = vars(item.module) if isinstance(item, pytest.Function) else {}
-        fixtures = getattr(item, "fixturenames", ())
-        used = [name for name in SHARED if name in fixtures and name not in own]
+        shares = "server" in getattr(item, "fixturenames", ()) and "server" not in own
         # Two tests on the same GPUs at once would disturb each other.
-        group = "gpu" if file.parts[0] == "gpu" else (used or [str(file)])[0]
+        group = "gpu" if file.parts[0] == "gpu" else "server" if shares else str(file)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
@@ -81,6 +78,13 @@ def server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 def scene(server: RunningServer) -> Path:
     """A local image the shared server may read."""
     return server.media / "scene.png"
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes of `learner` quickly."""
+    with nursery(tmp_path_factory.mktemp("nursery")) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from learner.data.toy import make_data
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.run_folder import RunFolder
 from tests.contract.running_server import START_TIMEOUT_S
+from tests.integration.ranks import Nursery
 
 ROOT = Path(__file__).parents[2]
 # The short run of `my_run.yaml`. The documents' steps and samples are replaced by its own.
@@ -67,25 +68,31 @@ class World:
 
     folder: Path
     base_url: str
+    nursery: Nursery
 
-    def run(self, text: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command of a document, its placeholders replaced."""
+    def run(self, text: str) -> tuple[int, str]:
+        """Exit code and output of a command of a document, its placeholders replaced."""
         text = text.replace("http://127.0.0.1:8000", self.base_url)
         text = text.replace("/data/images", str(self.folder))
         text = re.sub(r"--step \d+", f"--step {LAST_STEP}", text)
         if SAMPLE in text:
             (answer, *_) = RunFolder(self.folder / RUN).answers(LAST_STEP)
             text = text.replace(SAMPLE, Path(answer.sample_id).name)
+        program, *words = shlex.split(text)
+        if program == "learner":
+            return self.nursery.run(words, self.folder)
         inherited = {k: v for k, v in os.environ.items() if k != "ROLLOUT_SERVER_TOKEN"}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.run(
+        done = subprocess.run(
             ["bash", "-c", text],
             cwd=self.folder,
             env=inherited | {"PATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
+        return done.returncode, done.stdout
 
     def write_config(self, name: str, **sections: object) -> None:
         """A YAML that extends my_run.yaml."""
@@ -94,7 +101,7 @@ class World:
 
 
 @contextmanager
-def open_world(folder: Path, model: Path, serve: str) -> Iterator[World]:
+def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Iterator[World]:
     """serve: the documented command of the server."""
     (folder / "CHECKPOINT").symlink_to(model)
     (folder / "configs").symlink_to(ROOT / "configs")
@@ -102,7 +109,7 @@ def open_world(folder: Path, model: Path, serve: str) -> Iterator[World]:
     make_data(folder / "toy", train=200, val=20, seed=0)
     options = serve.replace("CHECKPOINT", str(model)).replace("/data/images", str(folder)).split()
     server = ServerProcess([*options[2:], "--kv-cache-gib", "0.125"], folder / "server.log")
-    world = World(folder, server.base_url)
+    world = World(folder, server.base_url, nursery)
     try:
         (folder / "my_run.yaml").write_text(dump_mapping(training(server.base_url)))
         world.write_config("train.yaml", rollout_matching={"max_new_tokens": 80})

@@ -13,6 +13,7 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from rollout_server.settings.options import ServerSettings, load_settings
 from tests.docs.documents import ROOT, Block, World, blocks, open_world
+from tests.integration.ranks import Nursery
 
 SHELL = [block for block in blocks("sh") if block.document != "docs/gpus.md"]
 SERVE, TRAIN = (
@@ -33,12 +34,14 @@ TRANSCRIPTS = [
 
 
 @pytest.fixture(scope="session")
-def world(toy_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    toy_checkpoint: Path, started: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
     """With the run of the documented training."""
     folder = tmp_path_factory.mktemp("docs").resolve()
-    with open_world(folder, toy_checkpoint, SERVE) as world:
-        done = world.run(TRAIN)
-        assert done.returncode == 0, done.stderr
+    with open_world(folder, toy_checkpoint, SERVE, started) as world:
+        code, printed = world.run(TRAIN)
+        assert code == 0, printed
         yield world
 
 
@@ -46,18 +49,18 @@ def world(toy_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.mark.req("CFG-01", "SRV-01")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_documented_command_succeeds(command: str, world: World) -> None:
-    done = world.run(command)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    code, printed = world.run(command)
+    assert code == 0, printed
+    assert "Traceback" not in printed
     if command.startswith("curl"):
-        assert "urn:rollmatch:" not in done.stdout, done.stdout
+        assert "urn:rollmatch:" not in printed, printed
 
 
 @pytest.mark.slow
 def test_an_answer_of_the_server_has_the_documented_fields(world: World) -> None:
     (command,) = [c for c in COMMANDS if "/infer/" in c and '"temperature": 0' in c]
     (shown,) = [block.text for block in blocks("json") if '"choices": [{' in block.text]
-    assert fields(json.loads(shown)) <= fields(json.loads(world.run(command).stdout))
+    assert fields(json.loads(shown)) <= fields(json.loads(world.run(command)[1]))
 
 
 def fields(value: Any, path: str = "") -> set[str]:
@@ -74,9 +77,9 @@ def fields(value: Any, path: str = "") -> set[str]:
 def test_a_command_prints_what_the_document_shows(block: Block, world: World) -> None:
     """`...` stands for any lines."""
     (command, *shown) = block.text.splitlines()
-    done = world.run(command.removeprefix("$ "))
+    _, printed = world.run(command.removeprefix("$ "))
     lines = ("(?:.*\n)*?" if s == "..." else re.escape(s.rstrip()) + "\n" for s in shown)
-    printed = re.sub(r" +\n", "\n", done.stderr + done.stdout)
+    printed = re.sub(r" +\n", "\n", printed)
     assert re.fullmatch("".join(lines), printed), printed
 
 
@@ -98,9 +101,9 @@ def test_a_mistake_is_reported_as_the_troubleshooting_page_shows(
     (block,) = [block for block in blocks("text") if text in block.text]
     world.write_config("mistake.yaml", training=changes)
     command = command.replace("my_run", "mistake")
-    done = world.run(command.replace("8000", world.base_url.rpartition(":")[2]))
-    assert done.returncode == 2
-    printed = done.stderr.replace(f"{world.folder}/", "")
+    code, printed = world.run(command.replace("8000", world.base_url.rpartition(":")[2]))
+    assert code == 2
+    printed = printed.replace(f"{world.folder}/", "")
     shown, printed = (re.sub(r"\d+(?:\.\d+)*", "N", each) for each in (block.text, printed))
     assert shown in printed, printed
 

@@ -2,9 +2,12 @@
 
     python -m tests.integration.rank_nursery
 
-Per line of JSON {"config", "ranks", "log"}: forks `ranks` processes of `learner train` and prints
-{"pids": [...]}. Prints {"pid", "code"} of each process that ends. Ends with its input, and its
-processes with it.
+Per line of JSON {"words", "folder", "ranks", "log", "moment"}: forks `ranks` processes of `learner`
+with these words, and prints {"pids": [...]}. Prints {"pid", "code"} of each process that ends. Ends
+with its input, and its processes with it.
+
+moment: when a process kills itself; [], or [event, ending, seconds]: so many seconds after its
+first audit event of this name (such as `open` or `os.rename`) on a path with this ending.
 """
 
 import json
@@ -12,7 +15,7 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
+import threading
 from typing import Any
 
 import learner.training.train  # noqa: F401 - what takes the time
@@ -27,16 +30,36 @@ def say(**line: Any) -> None:
     sys.stdout.flush()
 
 
-def become_rank(rank: int, ranks: int, port: int, config: str, log: Path) -> None:
-    """In the new process: `learner train`, as torchrun would have started it."""
+def kill_at(event: str, ending: str, seconds: float) -> None:
+    """SIGKILL: nothing is flushed, closed or removed."""
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+
+    def hook(seen: str, arguments: tuple[object, ...]) -> None:
+        if seen == event and str(arguments[0]).endswith(ending) and not timer.is_alive():
+            if seconds:
+                timer.start()
+            else:
+                timer.function()
+
+    sys.addaudithook(hook)
+
+
+def become_rank(rank: int, port: int, wanted: dict[str, Any]) -> None:
+    """In the new process: `learner`, as torchrun would have started it if it is not alone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks, log = wanted["ranks"], f"{wanted['log']}.{rank}.log"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.argv = ["learner", "train", "--config", config]
+    if ranks > 1:
+        os.environ |= {name: str(value) for name, value in names.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.chdir(wanted["folder"])
+    sys.argv = ["learner", *wanted["words"]]
+    if wanted["moment"]:
+        kill_at(*wanted["moment"])
     code = 0
     try:
         learner_main()
@@ -62,13 +85,13 @@ def report_ends() -> None:
         say(pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def start(config: str, ranks: int, log: Path) -> list[int]:
+def start(wanted: dict[str, Any]) -> list[int]:
     (port,) = free_ports(1)
     pids = []
-    for rank in range(ranks):
+    for rank in range(wanted["ranks"]):
         pid = os.fork()
         if pid == 0:
-            become_rank(rank, ranks, port, config, log.with_suffix(f".{rank}.log"))
+            become_rank(rank, port, wanted)
         pids.append(pid)
     return pids
 
@@ -82,8 +105,7 @@ def main() -> None:
             continue
         if not (line := sys.stdin.readline()):
             return
-        wanted = json.loads(line)
-        say(pids=start(wanted["config"], wanted["ranks"], Path(wanted["log"])))
+        say(pids=start(json.loads(line)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,40 @@ class Nursery:
         self._ends: queue.Queue[dict[str, int]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, config: Path, ranks: int, log: Path) -> Ranks:
+    def start(self, config: Path, ranks: int, moment: Sequence[str | float] = ()) -> Ranks:
+        """`learner train`. moment: of its end, as `rank_nursery` reads it."""
+        words = ["train", "--config", str(config)]
+        return self._start(words, config.parent, ranks, config.stem, moment)
+
+    def run(self, words: Sequence[str], folder: Path) -> tuple[int, str]:
+        """Exit code and output of `learner` with these words, in the folder."""
+        alone = self._start(words, folder, 1, "learner", ())
+        (code,) = alone.wait(RUN_S)
+        return code, alone.log(0)
+
+    def _start(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        ranks: int,
+        name: str,
+        moment: Sequence[str | float],
+    ) -> Ranks:
         assert self._process.stdin is not None
-        wanted = {"config": str(config), "ranks": ranks, "log": str(log)}
+        logs = [folder / f"{name}.{rank}.log" for rank in range(ranks)]
+        for log in logs:
+            log.unlink(missing_ok=True)
+        wanted = {
+            "words": words,
+            "folder": str(folder),
+            "ranks": ranks,
+            "log": str(folder / name),
+            "moment": moment,
+        }
         self._process.stdin.write(json.dumps(wanted) + "\n")
         self._process.stdin.flush()
         pids = self._lines.get(timeout=RUN_S)["pids"]
-        return Ranks(pids, self._ends, [log.with_suffix(f".{rank}.log") for rank in range(ranks)])
+        return Ranks(pids, self._ends, logs)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

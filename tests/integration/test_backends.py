@@ -5,12 +5,7 @@ that missed the push answers differently.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +16,16 @@ from learner.models.load import load_model
 from learner.rollout.policy import Policy, asking_of
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.training.backends import open_backend
+from learner.training.input_checks import check_backend, read_inputs
 from learner.training.server_checks import reach_servers
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from tests.contract.running_server import (
-    CPU,
-    START_TIMEOUT_S,
-    children,
-    draw_scene,
-    wait_until_gone,
-)
+from tests.contract.running_server import CPU, START_TIMEOUT_S, draw_scene
 from tests.contract.toy_checkpoints import set_weights
-from tests.integration.colocated_learner import as_line, samples_of
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP = load_mapping(ROOT / "configs" / "demo" / "warmup.yaml")
-LEARNER = [sys.executable, "-m", "tests.integration.colocated_learner"]
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
 )
@@ -50,7 +38,6 @@ ROLLOUT = {
     "repeat_terminate": GUARD.model_dump(),
     "vllm": {"max_model_len": MAX_MODEL_LEN},
 }
-CLEAN_UP_S = 60.0
 
 Answers = list[dict[str, Any]]
 
@@ -83,16 +70,18 @@ def mapping_of(model: Path, data: Path, out: Path, backend: dict[str, Any]) -> d
 
 
 def answers(mapping: dict[str, Any], weights: Path) -> Answers:
-    """Greedy answers of all samples with pushed `weights`, by `hf` or `server`."""
+    """Greedy answers of all samples, one of them without its image, with pushed `weights`."""
     config = parse_config(mapping)
-    loaded, samples = load_model(config), samples_of(config)
+    placement, scenes = check_backend(config, {}), read_inputs(config).train
+    samples = [*scenes, replace(scenes[0], images=())]
+    loaded, folder = load_model(config), Path(config.training.output_dir)
     set_weights(loaded.model, weights)
-    folder = Path(config.training.output_dir)
-    backend = open_backend(config, loaded, reach_servers(config), folder, samples)
+    folder.mkdir()
+    backend = open_backend(config, loaded, reach_servers(config), folder, samples, placement)
     policy = Policy(backend, asking_of(config))
     try:
         policy.push_if_stale()
-        return read_back(as_line(policy.answer(samples, seed=7)))
+        return [asdict(output) for output in policy.answer(samples, seed=7)]
     finally:
         policy.close()
 
@@ -109,58 +98,6 @@ def answers_of_a_server(model: Path, data: Path, folder: Path, weights: Path) ->
     with ServerProcess([*options, "--run-config", str(run)], log, port) as process:
         process.wait_until_healthy(START_TIMEOUT_S)
         return answers(mapping, weights)
-
-
-def read_back(line: str) -> Answers:
-    outputs: Answers = json.loads(line)
-    return outputs
-
-
-class ColocatedLearner:
-    """The learner of `colocated_learner.py` as a process."""
-
-    def __init__(self, config: Path, weights: Path) -> None:
-        self.process = subprocess.Popen(
-            [*LEARNER, str(config), str(weights)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-
-    def ask(self) -> Answers:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("answer\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the learner ended; its error is above"
-        return read_back(line)
-
-    @property
-    def server(self) -> int:
-        """Pid of its rollout server."""
-        direct = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        (pid,) = (int(pid) for task in direct for pid in task.read_text().split())
-        return pid
-
-
-@contextmanager
-def colocated(config: dict[str, Any], weights: Path, folder: Path) -> Iterator[ColocatedLearner]:
-    file = folder / "config.yaml"
-    file.write_text(dump_mapping(config))
-    Path(config["training"]["output_dir"]).mkdir()
-    learner = ColocatedLearner(file, weights)
-    try:
-        yield learner
-    finally:
-        learner.process.kill()
-        learner.process.wait()
-
-
-def comparable(outputs: Answers) -> Answers:
-    """All but the version, which continues that of the server."""
-    return [{key: v for key, v in output.items() if key != "weights_version"} for output in outputs]
 
 
 @pytest.mark.req(
@@ -182,12 +119,4 @@ def test_all_backends_answer_alike(
 
     assert answers_of_a_server(tied, data, tmp_path, other_tied) == by_hf
 
-    with colocated(mapping_of(tied, data, tmp_path / "run", {}), other_tied, tmp_path) as learner:
-        assert learner.ask() == by_hf
-        os.kill(learner.server, signal.SIGKILL)
-        assert comparable(learner.ask()) == comparable(by_hf), "started again and pushed to"
-        below = children(learner.process.pid)
-        assert learner.server in below
-        learner.process.kill()
-        learner.process.wait()
-        assert wait_until_gone(below, CLEAN_UP_S) == []
+    assert answers(mapping_of(tied, data, tmp_path / "run", {}), other_tied) == by_hf

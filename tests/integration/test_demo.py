@@ -1,31 +1,25 @@
 """`learner demo`: the whole of it, a short one, and one that is interrupted."""
 
 import io
-import json
 import os
 import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from learner.operate import demo
-from tests.contract.running_server import children, wait_until_gone
+from tests.contract.running_server import START_TIMEOUT_S, children, wait_until_gone
 from tests.started_command import LEARNER, LIMIT_S, StartedCommand
+from tests.unit.small_run import metric_lines
 
 
 class Demo(StartedCommand):
     def __init__(self, folder: Path, *options: str) -> None:
         words = ["demo", "--out", str(folder / "demo"), *options]
         super().__init__([*LEARNER, *words], folder / "printed.txt")
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
 
 
 @pytest.mark.nightly
@@ -44,13 +38,13 @@ def test_demo_raises_the_score_of_held_out_scenes(tmp_path: Path) -> None:
     )
     assert float(scores[before]) < 0.05
     assert min(float(scores[both]), float(scores[alone])) >= 0.6
-    steps = steps_of(tmp_path / "demo" / "two_channel")
+    steps = metric_lines(tmp_path / "demo" / "two_channel", "loss")
     rolled_out = [step for step in steps if step["step/channel_b"]]
     assert len(rolled_out) == 60
     assert all(step["time/push_s"] > 0 for step in rolled_out)
     for count in ("matched", "fn_appended"):
         assert sum(step[f"stage2_ab/channel_b/{count}"] for step in rolled_out) > 0
-    control = steps_of(tmp_path / "demo" / "channel_a")
+    control = metric_lines(tmp_path / "demo" / "channel_a", "loss")
     assert [step["epoch"] for step in control] == [step["epoch"] for step in steps]
     assert not any(step["step/channel_b"] for step in control)
     for run, name in (("two_channel", both), ("channel_a", alone)):
@@ -80,12 +74,15 @@ def test_crowded_demo_of_a_few_steps_runs_all_its_parts(
     configs = tmp_path / "configs"
     shutil.copytree(demo.CONFIGS, configs)
     for shipped in configs.glob("crowded_*.yaml"):
-        few = re.sub(r"(max_steps|save_steps): \d+", r"\1: 4", shipped.read_text())
-        shipped.write_text(few)
+        few = re.sub(
+            r"(max_steps|save_steps|effective_batch_size): \d+", r"\1: 4", shipped.read_text()
+        )
+        shipped.write_text(few.replace("max_new_tokens: 200", "max_new_tokens: 40"))
     monkeypatch.setattr(demo, "CONFIGS", configs)
-    monkeypatch.setattr(demo, "TRAIN_SCENES", 32)
-    monkeypatch.setattr(demo, "HELD_OUT_SCENES", 4)
+    monkeypatch.setattr(demo, "TRAIN_SCENES", 16)
+    monkeypatch.setattr(demo, "HELD_OUT_SCENES", 2)
     monkeypatch.setattr(demo, "PRETRAINING_STEPS", 4)
+    monkeypatch.setattr(demo, "SERVER_START_S", START_TIMEOUT_S)
     console = Console(file=io.StringIO(), width=120)
     folder = tmp_path / "demo"
     demo.run_demo(folder, 0, console, control=True, world="crowded")
@@ -94,8 +91,9 @@ def test_crowded_demo_of_a_few_steps_runs_all_its_parts(
     assert "8/8 Channel A alone" in printed
     assert "duplicates an answer" in capsys.readouterr().out
     for part in ("distinct", "warmup", "two_channel", "channel_a"):
-        assert len(steps_of(folder / part)) == 4
-    (answered,) = [step for step in steps_of(folder / "two_channel") if step["step/channel_b"]]
+        assert len(metric_lines(folder / part, "loss")) == 4
+    steps = metric_lines(folder / "two_channel", "loss")
+    (answered,) = [step for step in steps if step["step/channel_b"]]
     assert "dup/removed" in answered
     assert answered["rollout/repeat_terminate_active"] == 1
     assert '<a href="evaluations/' in (folder / "two_channel" / "report.html").read_text("utf-8")

@@ -27,7 +27,7 @@ from shared_contracts.weights import DtypeName, GroupCall, SyncReport
 from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
 
 REQUESTS = 8
-MAX_TOKENS = 300
+MAX_TOKENS = 64
 SEED = 5
 BUCKET_BYTES = 2**16
 

@@ -4,11 +4,8 @@ Real processes. The answers come from the learner itself, greedily.
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +20,11 @@ from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.runs.run_folder import RunFolder
+from tests.integration.ranks import RUN_S, Nursery
 from tests.unit.small_run import run_quietly, small_mapping
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-DRIVER = Path(__file__).with_name("killed_learner.py")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STEPS, BATCH, SAMPLES, SEED = 8, 4, 16, 11
 B_STEPS = [2, 4, 6, 8]
 NUMBERS = ("loss", "grad_norm", "learning_rate", "sync/weights_version")
@@ -42,6 +37,7 @@ class World:
     folder: Path
     model: Path
     data: ToyData
+    nursery: Nursery
 
     def config(self, run: Path) -> Path:
         """Two epochs; a checkpoint every two steps, of which two are kept."""
@@ -73,30 +69,22 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(started: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("kills")
     model = folder / "model"
     make_model(model, seed=0)
     data = make_data(folder / "data", train=SAMPLES, val=2, seed=0)
-    world = World(folder, model, data)
+    world = World(folder, model, data, started)
     config = load_config(world.config(world.whole))
     run_quietly(config)
     return world
 
 
-def command(config: Path, *moment: str) -> list[str]:
-    return [sys.executable, str(DRIVER), str(config), *moment]
-
-
-def learn(config: Path, *moment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(config, *moment),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
+def learn(world: World, config: Path, *moment: str | float) -> tuple[int, str]:
+    """Exit code, and what this learner printed."""
+    ranks = world.nursery.start(config, 1, moment)
+    (code,) = ranks.wait(RUN_S)
+    return code, ranks.log(0)
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -158,22 +146,24 @@ def test_a_run_killed_in_a_step_and_in_a_checkpoint_equals_the_run_that_was_not_
     run = world.folder / "killed"
     config = world.config(run)
     answered = "rollouts/step_000004.jsonl.part"
-    assert learn(config, "open", answered).returncode == -signal.SIGKILL
+    code, _ = learn(world, config, "open", answered, 0)
+    assert code == -signal.SIGKILL
     assert checkpoints(run) == ["checkpoint-2"]
     assert len(numbers(run)) == 3  # of which the third will be made again
     half = ".unfinished/checkpoint-6/trainer_state.json"
-    resumed = learn(config, "open", half)
-    assert resumed.returncode == -signal.SIGKILL, resumed.stderr
-    assert f"Going on from {run / 'checkpoint-2'}" in resumed.stdout
+    code, printed = learn(world, config, "open", half, 0)
+    assert code == -signal.SIGKILL, printed
+    assert f"Going on from {run / 'checkpoint-2'}" in printed
     assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
     assert (run / ".unfinished" / "checkpoint-6" / "model.safetensors").exists()
-    last = learn(config, "os.rename", f"{run.name}/checkpoint-4")  # to remove it, at the end
-    assert last.returncode == -signal.SIGKILL, last.stderr
-    assert f"Going on from {run / 'checkpoint-4'}" in last.stdout
+    removed = f"{run.name}/checkpoint-4"  # to remove it, at the end
+    code, printed = learn(world, config, "os.rename", removed, 0)
+    assert code == -signal.SIGKILL, printed
+    assert f"Going on from {run / 'checkpoint-4'}" in printed
     assert checkpoints(run) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
-    over = learn(config)
-    assert over.returncode == 0, over.stderr
-    assert "Finished at step 8" in over.stdout
+    code, printed = learn(world, config)
+    assert code == 0, printed
+    assert "Finished at step 8" in printed
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
     assert_every_step_is_built_again(run)
@@ -190,13 +180,13 @@ def test_ten_random_kills_change_nothing(world: World) -> None:
     names = ("metrics.jsonl", ".part", "trainer_state.json", "rng_state.pth", "rollout_calls.jsonl")
     kills = 0
     while kills < 10:
-        ended = learn(config, "open", chance.choice(names), str(chance.uniform(0, 2)))
-        assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
-        kills += ended.returncode != 0
-        if ended.returncode == 0:
+        ended, printed = learn(world, config, "open", chance.choice(names), chance.uniform(0, 2))
+        assert ended in (0, -signal.SIGKILL), printed
+        kills += ended != 0
+        if ended == 0:
             assert_the_same_run(run, world.whole)
             run = world.folder / f"random_{kills}"
             config = world.config(run)
-    assert learn(config).returncode == 0
+    assert learn(world, config)[0] == 0
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)

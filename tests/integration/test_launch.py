@@ -1,6 +1,5 @@
 """`learner launch` on the CPU: real servers, real learner processes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from learner.data.toy import make_data
 from learner.rollout.server_process import free_ports
 from tests.contract.running_server import children, wait_until_gone
 from tests.started_command import LEARNER, LIMIT_S, StartedCommand
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 STEPS = 4
 
@@ -52,8 +51,8 @@ def test_launch_leaves_its_run_folder_and_no_process(config: Path, tmp_path: Pat
             assert any(part in name for name in names), names
         assert launch.code() == 0, launch.printed()
         assert wait_until_gone(below, LIMIT_S) == []
-    lines = map(json.loads, metrics.read_text().splitlines())
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    steps = [line["step"] for line in metric_lines(run, "loss")]
+    assert steps == list(range(1, STEPS + 1))
     assert (run / f"checkpoint-{STEPS}").is_dir()
     assert "route=/infer/ status=200" in (run / "logs" / "server-0.log").read_text()
     assert f"Run folder: {run}" in launch.printed()

@@ -22,6 +22,7 @@ from learner.training.train import train
 from tests.contract.running_server import RunningServer
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.integration.shared_server import address_of, give_back
+from tests.unit.small_run import metric_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo"
@@ -76,8 +77,7 @@ def run(
             [*learner, "train", "--config", str(config)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        lines = (folder / "two" / "metrics.jsonl").read_text().splitlines()
-        yield Run(folder / "two", [json.loads(line) for line in lines])
+        yield Run(folder / "two", metric_lines(folder / "two"))
     finally:
         give_back(server, tied)
 

@@ -1,7 +1,6 @@
 """`swift sft` with our plugin against `learner train`, over the same YAML (RUN-02)."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from learner.data.toy import make_data
 from learner.models.toy import make_model
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = pytest.mark.slow
 
@@ -96,10 +95,9 @@ def swift_sft(root: Path) -> None:
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run that do not depend on the clock."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         {k: v for k, v in line.items() if k not in TIMED and not k.startswith(("time/", "perf/"))}
-        for line in lines
+        for line in metric_lines(folder)
     ]
 
 

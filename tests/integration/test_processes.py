@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,15 @@ from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.toy import ToyFamily, make_model
 from learner.training.train import order_of
 from tests.integration.process_run import run
-from tests.integration.ranks import Nursery, nursery
-from tests.unit.small_run import small_mapping
+from tests.integration.ranks import Nursery
+from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = [pytest.mark.slow]
 
-RUN_S = 500.0
+RUN_S = 840.0
+BATCH = 4
+# The second loss is of weights that the first step has changed.
+SHORT = {"max_steps": 2, "warmup_ratio": 0.0, "effective_batch_size": BATCH, "packing": False}
 HF = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}
 FSDP2 = {"training": {"data_parallel": "fsdp2"}}
 UNROLL = {"stage2_ab": {"n_softctx_iter": 2, "softctx_grad_mode": "unroll"}}
@@ -43,10 +46,10 @@ LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
 DORA = merge(LORA, {"tuner": {"use_dora": True}})
 BFLOAT16 = {"model": {"torch_dtype": "bfloat16"}}
 # So small that in some steps one process has more packs than the other.
-PACKED = {"training": {"packing": True}, "global_max_length": 300}
+PACKED = {"training": {"packing": True, "effective_batch_size": 8}, "global_max_length": 300}
 # Two runs. The second one resumes the first.
-CONSTANT = {"training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_steps": 2}}
-HALF = merge(CONSTANT, {"training": {"max_steps": 2}})
+CONSTANT = {"training": {"lr_scheduler_type": "constant", "save_steps": 1}}
+HALF = merge(CONSTANT, {"training": {"max_steps": 1}})
 
 # A head of its own, which FSDP2 shards apart from the embedding.
 UNTIED = {"stage2_ab": {"n_softctx_iter": 3, "softctx_grad_mode": "unroll"}}
@@ -56,7 +59,7 @@ ALSO_ALONE: dict[str, dict[str, Any]] = {
     "detach": DETACH,
     "b": CHANNEL_B,
     "lora": LORA,
-    **{f"dora-{family}": DORA for family in OTHER_FAMILIES},
+    **{f"dora-{family}": DORA for family in ("qwen3_vl_moe", "qwen3_5_moe")},
 }
 OF_TWO: dict[str, dict[str, Any]] = {
     **ALSO_ALONE,
@@ -112,7 +115,7 @@ class World:
                 self.models[model], self.data, self.folder / group / f"run-{own}"
             )
             mapping["rollout_matching"] = HF
-            mapping["training"] |= {"packing": False, "effective_batch_size": 8}
+            mapping["training"] |= SHORT
             files.append(self.folder / group / f"{name}.yaml")
             files[-1].write_text(dump_mapping(merge(mapping, change)))
         return files
@@ -124,7 +127,6 @@ class World:
         states = [torch.load(path) for path in sorted(file.parent.glob(f"{file.stem}-[0-9].pt"))]
         config = load_config(file)
         folder = Path(config.training.output_dir)
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return Run(
             folder,
             dict(
@@ -132,7 +134,7 @@ class World:
             ),
             [state["weights"] for state in states],
             [state["rates"] for state in states],
-            [line for line in lines if "loss" in line],
+            metric_lines(folder, "loss"),
             states[0]["pushed"],
             states[0]["gathered"],
         )
@@ -181,12 +183,6 @@ def alone(world: World) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with nursery(tmp_path_factory.mktemp("nursery")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def two(world: World) -> dict[str, Run]:
     return torchrun(world, 2, OF_TWO)
 
@@ -219,7 +215,7 @@ def test_two_processes_make_the_steps_of_one(
     assert_same(alone[name], two[name])
     assert two[name].rates == alone[name].rates * 2
     for step in two[name].steps:
-        assert step["packing/post_rollout_segments"] == 8, "metrics are of all processes"
+        assert step["packing/post_rollout_segments"] == BATCH, "metrics are of all processes"
 
 
 @pytest.mark.req("DDP-02", "CHA-02", "RUN-02")
@@ -243,7 +239,7 @@ def test_sharded_steps_in_bfloat16_are_those_of_ddp_and_weights_stay_float32(
 ) -> None:
     """Within rounding: FSDP2 casts weights before it gathers them."""
     whole, sharded = two["bfloat16"], two["sharded_bfloat16"]
-    assert sharded.losses()[:2] == pytest.approx(whole.losses()[:2], rel=2e-3)
+    assert sharded.losses()[0] == pytest.approx(whole.losses()[0], rel=2e-3)
     assert sharded.losses() == pytest.approx(whole.losses(), rel=5e-2)
     assert (whole.gathered, sharded.gathered) == ({torch.float32}, {torch.bfloat16})
     for weights in (*whole.weights, *sharded.weights):
@@ -279,9 +275,9 @@ def test_a_sharded_run_resumes_from_a_checkpoint_that_plain_transformers_loads(
     two: dict[str, Run],
 ) -> None:
     resumed = two["sharded_resumed"]
-    assert [step["step"] for step in resumed.steps] == [1, 2, 3]
+    assert [step["step"] for step in resumed.steps] == [1, 2]
     assert_same(two["constant"], resumed)
-    checkpoint = resumed.folder / "checkpoint-3"
+    checkpoint = resumed.folder / "checkpoint-2"
     loaded: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
     model, info = loaded
     assert not info["missing_keys"]
@@ -310,12 +306,12 @@ def test_an_error_of_one_process_ends_both_with_its_text(
     world: World, tmp_path: Path, started: Nursery
 ) -> None:
     yaml, broken = broken_for_process_1(world, tmp_path)
-    ranks = started.start(yaml, 2, tmp_path / "log")
+    ranks = started.start(yaml, 2)
     codes = ranks.wait(timeout_s=RUN_S)
     logs = [ranks.log(rank) for rank in range(2)]
     assert codes == [2, 2], logs
     assert all(f"{broken} cannot be decoded" in log for log in logs), logs
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(metric_lines(tmp_path / "run")) == 1
 
 
 @pytest.mark.req("DDP-01")
@@ -323,10 +319,9 @@ def test_a_sample_that_one_process_cannot_decode_is_replaced(
     world: World, tmp_path: Path, started: Nursery
 ) -> None:
     yaml, broken = broken_for_process_1(world, tmp_path, "skip")
-    ranks = started.start(yaml, 2, tmp_path / "log")
+    ranks = started.start(yaml, 2)
     codes = ranks.wait(timeout_s=RUN_S)
     assert codes == [0, 0], ranks.tails()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines[:-1]] == [1, 2, 3]
+    assert [line["step"] for line in metric_lines(tmp_path / "run", "loss")] == [1, 2, 3]
     (listed,) = (tmp_path / "run" / "bad_samples.rank1.jsonl").read_text().splitlines()
     assert broken in json.loads(listed)["reason"]

@@ -79,6 +79,7 @@ def cards(page: Page) -> Locator:
     return page.locator("#cards > li")
 
 
+@pytest.mark.nightly
 def test_every_plot_is_drawn_and_printed(browser: Browser, report: Path) -> None:
     with opened(browser, report) as watched:
         page = watched.page
@@ -100,6 +101,7 @@ def test_every_plot_is_drawn_and_printed(browser: Browser, report: Path) -> None
         expect(page.locator("[data-plot]:has(svg.main-svg)")).to_have_count(plots.count())
 
 
+@pytest.mark.nightly
 def test_detail_of_an_answer_has_its_boxes_at_their_coordinates(
     browser: Browser, report: Path
 ) -> None:
@@ -155,6 +157,7 @@ def test_text_of_answers_is_inert_and_can_be_searched(browser: Browser, report: 
         expect(cards(page)).to_contain_text(["train.jsonl:100"])
 
 
+@pytest.mark.nightly
 @pytest.mark.req("EVAL-01")
 def test_page_of_an_evaluation_has_sortable_scores_and_the_confusion(
     browser: Browser, tmp_path: Path

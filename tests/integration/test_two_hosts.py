@@ -25,7 +25,7 @@ from tests.integration.two_hosts import (
     ended,
     two_hosts,
 )
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = [pytest.mark.nightly]
 
@@ -139,8 +139,7 @@ def run_nodes(far: Far, hosts: tuple[Host, Host], folder: Path, *, cut: bool = F
 
 
 def check_run(far: Far, run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = metric_lines(run, "loss")
     assert [line["step/channel_b"] for line in steps] == [0, 1, 0, 1]
     first, second = (line["sync/weights_version"] for line in steps if line["step/channel_b"])
     assert second == first + 1

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 # Parameters in billions, and whether the head is tied.
 SIZES = {
     "2b": (2.13, True),
-    "4b": (4.44, True),
     "8b": (8.77, False),
     "30b-a3b": (31.07, False),
 }

@@ -46,10 +46,7 @@ GIB = {path: 24.0 if path.stem == "2b_full_fsdp2" else 80.0 for path in PROFILES
 
 # Values of CUDA_VISIBLE_DEVICES for a server on GPUs 0 and 1.
 VISIBLE = {
-    "ids with blanks": " 0 , 1 ",
-    "ids with a comma at the end": "0,1,",
-    "beginnings of UUIDs with blanks": f"{UUIDS[0][:14]}, {UUIDS[1][:14]}",
-    "an id and a UUID": f"0,{UUIDS[1]}",
+    "ids and beginnings of UUIDs, with blanks": f" 0 , {UUIDS[1][:14]},",
     "more than it takes": ",".join(UUIDS),
 }
 # Of our plug-in for weight transfer.
@@ -104,7 +101,7 @@ def rehearsed(
     folder, made = tmp_path_factory.mktemp("servers"), Rehearsed()
     for path in PROFILES:
         model = models[path.stem[:2] if path in OF_GPUS else "4b"]
-        made.add(named(path), GIB[path], "--model", model, "--gpus=2,3", "--run-config", path)
+        made.add(named(path), GIB[path], "--model", model, "--gpus=2", "--run-config", path)
     of_4b = ("--model", models["4b"], "--run-config", LORA_4B)
     made.add("tensor parallel", 80, *of_4b, "--gpus=2,3", "--tensor-parallel-size=2")
     made.add("colocated", 80, *colocated_argv(models["4b"], folder))
@@ -138,21 +135,19 @@ def rehearsed(
 
 @pytest.mark.parametrize("path", PROFILES, ids=named)
 def test_a_profile_starts_a_server_that_fits_its_gpu(rehearsed: Rehearsed, path: Path) -> None:
-    config, replicas = load_config(path), rehearsed.found[named(path)]
-    assert [one["gpus"] for one in replicas] == [[2], [3]]
+    config, (one,) = load_config(path), rehearsed.found[named(path)]
     longest = config.global_max_length + config.rollout_matching.max_new_tokens
-    for one in replicas:
-        assert one["device"] == "cuda"
-        assert one["worker"] == "vllm.v1.worker.gpu_worker.Worker"
-        assert one["v2_runner"], "vLLM's default"
-        assert (one["dtype"], one["transfer"]) == ("torch.bfloat16", BACKEND)
-        assert one["architecture"] == "Qwen3VLForConditionalGeneration"
-        assert longest <= one["max_model_len"] < longest + 256
-        assert one["max_num_seqs"] == config.rollout_matching.decode_batch_size >= 64
-        assert one["chunked_prefill"]
-        assert not one["sleep_mode"], "the GPU is not shared"
-        assert one["max_num_batched_tokens"] == one["encoder_tokens"] == 8192
-        assert one["share"] == (0.9 if GIB[path] == 80 else 0.88)
+    assert (one["device"], one["gpus"]) == ("cuda", [2])
+    assert one["worker"] == "vllm.v1.worker.gpu_worker.Worker"
+    assert one["v2_runner"], "vLLM's default"
+    assert (one["dtype"], one["transfer"]) == ("torch.bfloat16", BACKEND)
+    assert one["architecture"] == "Qwen3VLForConditionalGeneration"
+    assert longest <= one["max_model_len"] < longest + 256
+    assert one["max_num_seqs"] == config.rollout_matching.decode_batch_size >= 64
+    assert one["chunked_prefill"]
+    assert not one["sleep_mode"], "the GPU is not shared"
+    assert one["max_num_batched_tokens"] == one["encoder_tokens"] == 8192
+    assert one["share"] == (0.9 if GIB[path] == 80 else 0.88)
 
 
 @pytest.mark.req("ROLL-03")
