@@ -229,7 +229,8 @@ def test_a_gpu_is_waited_for_as_often_whatever_the_depth(
     # The fakes make masks on the host: those of `sdpa`, of the gated delta rule and of experts.
     assert choice == "sdpa" or found.mixed <= {"aten.masked_fill.Scalar", "aten.index_put_.default"}
     # transformers looks for segments in the positions, and waits, but not for fake tensors.
-    assert ("aten::cumsum" in found.operations) == (choice == "sdpa")
+    if family in ("qwen3_vl", "qwen2_5_vl"):  # others have sums of their own
+        assert ("aten::cumsum" in found.operations) == (choice == "sdpa")
     assert waits(deep(tmp_path / "model", tmp_path / "deep")).asked == found.asked
 
 
