@@ -28,8 +28,8 @@ from tests.unit.small_run import small_mapping
 pytestmark = [pytest.mark.slow]
 
 PROCESSES, STEPS, SAMPLES = 2, 2, 4
-LEARNER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LEARNER += ["--nproc-per-node", str(PROCESSES), str(Path(sys.executable).with_name("learner"))]
+LEARNER = str(Path(sys.executable).with_name("learner"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LIMIT_S = 400.0  # only a run that hangs takes so long
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
@@ -40,7 +40,9 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 class Run:
     """A started run whose every push is proven by the answers of the server; it has a `log`."""
 
-    def __init__(self, world: "World", folder: Path, **sections: Any) -> None:
+    def __init__(
+        self, world: "World", folder: Path, processes: int = PROCESSES, **sections: Any
+    ) -> None:
         rollout = {
             "rollout_backend": "vllm",
             "max_new_tokens": 24,
@@ -60,9 +62,11 @@ class Run:
         self.folder, file = folder / "run", folder / "run.yaml"
         file.write_text(dump_mapping(self.config))
         self._log = folder / "log"
+        learner = [LEARNER, "train", "--config", str(file)]
+        several = [*TORCHRUN, str(processes)] if processes > 1 else []
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*LEARNER, "train", "--config", str(file)], stdout=log, stderr=subprocess.STDOUT
+                [*several, *learner], stdout=log, stderr=subprocess.STDOUT
             )
 
     @property
@@ -162,7 +166,7 @@ def test_each_family_runs_beside_its_own_server(
     make_model(tmp_path / "model", seed=0, family=family)
     training = {"max_steps": STEPS, "save_steps": STEPS}
     changes = OTHER_FAMILIES[family] | {"rollout_matching": {"offload": OFFLOAD}}
-    run = Run(World(tmp_path / "model", toys.data), tmp_path, training=training, **changes)
+    run = Run(World(tmp_path / "model", toys.data), tmp_path, 1, training=training, **changes)
     assert run.process.wait(LIMIT_S) == 0, run.printed
     assert len(run.answers) == STEPS * SAMPLES
     check_alignment(parse_config(run.config), run.answers)

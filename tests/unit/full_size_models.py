@@ -100,7 +100,10 @@ def make_full_size(folder: Path, size: str, layers: int | None = None) -> Path:
     layers: of text and vision, two or more; by default as many as the model of this size has.
     """
     tokenizer = make_toy_tokenizer()
-    text, family = _TEXT[size] | {"max_position_embeddings": 262144}, _FAMILIES.get(size, "qwen3_vl")
+    text, family = (
+        _TEXT[size] | {"max_position_embeddings": 262144},
+        _FAMILIES.get(size, "qwen3_vl"),
+    )
     described = toy_config(tokenizer, text["tie_word_embeddings"], family).to_dict()
     for own in ("layer_types", "num_local_experts"):  # of the toy
         described["text_config"].pop(own, None)
