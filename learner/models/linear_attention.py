@@ -5,6 +5,7 @@ along a whole row. Position ids do not stop them. Kernels for GPUs take the boun
 transformers' own functions in torch do not, so with them each segment has a call of its own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def separate_segments(model: nn.Module, ending: str) -> None:
 
 
 class _Separate(nn.Module):
-    """Before the class of a layer: its forward with `packed_bounds`.
+    """Before the class of a layer: its forward with the bounds and lengths of segments.
 
     A forward without bounds, such as that of `generate`, is the layer's own.
     """
@@ -36,9 +37,13 @@ class _Separate(nn.Module):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        segment_lengths: Sequence[int] = (),
         **kwargs: Any,
     ) -> Tensor:
-        """(1, L, hidden) -> (1, L, hidden). The others are of `packed_bounds`."""
+        """(1, L, hidden) -> (1, L, hidden).
+
+        segment_lengths: of a pack, on the host. The others are of `packed_bounds`.
+        """
         forward = super().forward
         found: Tensor
         if cu_seq_lens_q is None:
@@ -49,7 +54,7 @@ class _Separate(nn.Module):
             own = {"cu_seq_lens_q": cu_seq_lens_q, "seq_idx": segment[None]}
             found = forward(hidden_states, **kwargs, **own)
         else:
-            parts = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
+            parts = hidden_states.split(list(segment_lengths), dim=1)
             found = torch.cat([forward(part, **kwargs) for part in parts], dim=1)
         return found
 

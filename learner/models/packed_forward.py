@@ -58,7 +58,7 @@ def packed_forward(
                 inputs_embeds=embeddings,
                 position_ids=pack.position_ids,
                 **vision_inputs(pack.family, pack, pack.mm_token_types),
-                **packed_bounds(pack.bounds, pack.longest),
+                **packed_bounds(pack.bounds, max(pack.lengths)),
                 attention_mask=None,
                 use_cache=False,
             )
@@ -78,6 +78,8 @@ def _known_on_host(model: nn.Module, pack: Pack) -> Iterator[None]:
     """
     inner: Any = pack.family.inner(whole_model(model))
     of_inner = without_search(inner.config.get_text_config(), pack.bounds)
+    if pack.family.linear_attention is not None:
+        of_inner["segment_lengths"] = pack.lengths
     hooks = []
     if pack.patches is not None:
         of_inner["image_grid_thw"] = pack.image_grid_thw

@@ -50,7 +50,7 @@ class Segment:
 class Pack:
     """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
 
-    bounds: (segments + 1,) int32, where each segment starts, and L. longest: tokens of the longest.
+    bounds: (segments + 1,) int32, where each segment starts, and L. lengths: tokens of each.
     image_grid_thw: on the host, whatever the device. patches: None where there are no images.
     """
 
@@ -62,7 +62,7 @@ class Pack:
     image_grid_thw: Tensor | None
     supervision: Supervision
     bounds: Tensor
-    longest: int
+    lengths: tuple[int, ...]
     family: Family = QWEN_VL
     patches: Patches | None = None
 
@@ -175,7 +175,7 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         image_grid_thw=grid,
         supervision=_supervision(segments),
         bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-        longest=max(lengths),
+        lengths=tuple(lengths),
         family=family,
         patches=None if grid is None or model is None else family.patches(model, grid),
     )

@@ -5,7 +5,8 @@ transformers 5 saves names that transformers 4.57 does not read. Both read the p
     tokenizer_config.json                  no class that only transformers 5 has
     preprocessor_config.json and
     video_preprocessor_config.json         in place of processor_config.json
-    config.json                            rope_theta, rope_scaling, num_experts
+    config.json                            rope_theta, rope_scaling, num_experts; that of Qwen3.5,
+                                           which 4.57 does not know, is as transformers 5 saves it
 """
 
 import json
@@ -56,6 +57,8 @@ def _tokenizer(settings: dict[str, Any]) -> None:
 
 
 def _config(settings: dict[str, Any]) -> None:
+    if str(settings.get("model_type")).startswith("qwen3_5"):
+        return
     settings.get("vision_config", {}).pop("rope_parameters", None)  # 4.57 has one for all
     for section in (settings, settings.get("text_config", {})):
         rope = section.get("rope_parameters")

@@ -97,6 +97,7 @@ _LINEAR = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 128,  # vLLM's CPU build has no kernel for others
     "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",  # as published: vLLM holds the recurrent state in it
 }
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 192}
 _QUARTER = {"mrope_interleaved": True, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}

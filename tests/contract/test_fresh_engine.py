@@ -75,7 +75,7 @@ CASES = TRAINED | {
     "tensor parallel": Case(
         "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
     ),
-    "qwen3_5": Case("qwen3_5", True, "gloo", LINEAR),
+    "qwen3_5": Case("qwen3_5", True, "gloo", (*LINEAR, "--enable-lora", "--max-lora-rank", "8")),
     "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
 # The layers of qwen3_5 are among those of qwen3_5_moe.
@@ -88,6 +88,7 @@ class Pushed:
 
     server: RunningServer
     transport: Transport
+    dtype: str
     loaded: Answers
     before: Answers
     pushed: Answers
@@ -113,6 +114,11 @@ def answers(server: RunningServer) -> Answers:
     requests = [text_request(), text_request("red square"), *map(image_request, scenes)]
     twice = [request for request in requests for _ in range(2)]
     return [response_ids(envelope) for envelope in server.infer(twice, max_tokens=32)]
+
+
+def leading(one: list[int], other: list[int]) -> int:
+    """Return the number of equal tokens before the first difference."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
 def serve(server: RunningServer, weights: Path) -> None:
@@ -145,7 +151,8 @@ def pushed(
             pusher = WeightPusher(client, free_ports(1)[0], source, case.transport, 2**18)
             pusher.push(1)
             pusher.close()
-            yield Pushed(server, case.transport, loaded, before, answers(server))
+            dtype = "bfloat16" if "bfloat16" in case.options else "float32"
+            yield Pushed(server, case.transport, dtype, loaded, before, answers(server))
 
 
 @pytest.mark.req("FAM-01", "SYNC-02", "SYNC-03", "SYNC-05", "SYNC-06", "SEED-02", "SRV-05")
@@ -192,11 +199,13 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
 
 
 @pytest.mark.req("FAM-01", "SYNC-01")
-@pytest.mark.parametrize("pushed", list(TRAINED)[:1], indirect=True)
+@pytest.mark.parametrize("pushed", [*list(TRAINED)[:1], *LATER.values()], indirect=True)
 def test_a_pushed_adapter_answers_as_its_merged_weights(pushed: Pushed) -> None:
-    """Over the weights that engines load: `old`."""
+    """Over the weights that engines load: `old`. In bfloat16 answers begin with the same tokens."""
     server = pushed.server
-    model = adapted(server.checkpoint, 2, target_modules=["q_proj", "v_proj", "o_proj"])
+    linear = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    targets = ["q_proj", "v_proj", "o_proj", *(linear if pushed.dtype == "bfloat16" else [])]
+    model = adapted(server.checkpoint, 2, target_modules=targets)
     with RolloutClient(server.process.base_url, timeout_s=60.0) as client:
 
         def push(mode: SyncMode) -> Answers:
@@ -208,7 +217,8 @@ def test_a_pushed_adapter_answers_as_its_merged_weights(pushed: Pushed) -> None:
         merged = push(SyncMode(MergedWeights(model), None, fallback_to_full=False))
         server.rebuild()  # the base weights are loaded again
         served = push(adapter_of(model))
-    assert served == merged
+    assert pushed.dtype == "bfloat16" or served == merged
+    assert sum(map(leading, served, merged)) >= 8 * len(served)
     assert all(with_it != without for with_it, without in zip(served, pushed.before, strict=True))
 
 

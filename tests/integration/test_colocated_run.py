@@ -18,7 +18,7 @@ import pytest
 
 from learner.config import dump_mapping, parse_config
 from learner.data.toy import ToyData, make_data
-from learner.models.toy import make_model
+from learner.models.toy import ToyFamily, make_model
 from learner.runs.rollout_log import StepAnswer
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
 from tests.contract.running_server import children, wait_until_gone
@@ -28,8 +28,8 @@ from tests.unit.small_run import small_mapping
 pytestmark = [pytest.mark.slow]
 
 PROCESSES, STEPS, SAMPLES = 2, 2, 4
-LEARNER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LEARNER += ["--nproc-per-node", str(PROCESSES), str(Path(sys.executable).with_name("learner"))]
+LEARNER = str(Path(sys.executable).with_name("learner"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LIMIT_S = 400.0  # only a run that hangs takes so long
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
@@ -40,7 +40,9 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 class Run:
     """A started run whose every push is proven by the answers of the server; it has a `log`."""
 
-    def __init__(self, world: "World", folder: Path, **sections: Any) -> None:
+    def __init__(
+        self, world: "World", folder: Path, processes: int = PROCESSES, **sections: Any
+    ) -> None:
         rollout = {
             "rollout_backend": "vllm",
             "max_new_tokens": 24,
@@ -55,13 +57,16 @@ class Run:
             rollout_matching=rollout | sections.get("rollout_matching", {}),
         )
         vllm = {"mode": "colocate", "max_model_len": 640, "sync": {"verify": "full"}}
-        self.config["rollout_matching"]["vllm"] = vllm
+        self.config["rollout_matching"]["vllm"] = vllm | sections.get("vllm", {})
+        self.config["model"] |= sections.get("model", {})
         self.folder, file = folder / "run", folder / "run.yaml"
         file.write_text(dump_mapping(self.config))
         self._log = folder / "log"
+        learner = [LEARNER, "train", "--config", str(file)]
+        several = [*TORCHRUN, str(processes)] if processes > 1 else []
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*LEARNER, "train", "--config", str(file)], stdout=log, stderr=subprocess.STDOUT
+                [*several, *learner], stdout=log, stderr=subprocess.STDOUT
             )
 
     @property
@@ -140,6 +145,34 @@ def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> N
         assert triggers == (len(answer.response_token_ids) if answer.repeat_terminated else None)
     assert all(answer.supervised for answer in run.answers)
     assert [step["packing/post_rollout_segments"] for step in run.steps] == [SAMPLES] * STEPS
+
+
+# What vLLM's CPU build needs for linear attention.
+LINEAR = {"model": {"torch_dtype": "bfloat16"}, "vllm": {"enable_prefix_caching": False}}
+OTHER_FAMILIES: dict[ToyFamily, dict[str, Any]] = {
+    "qwen2_5_vl": {},
+    "qwen3_vl_moe": {},
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": LINEAR,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.req("FAM-01", "ROLL-03", "SYNC-06")
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_each_family_runs_beside_its_own_server(
+    toys: World, tmp_path: Path, family: ToyFamily
+) -> None:
+    make_model(tmp_path / "model", seed=0, family=family)
+    training = {"max_steps": STEPS, "save_steps": STEPS}
+    changes = OTHER_FAMILIES[family] | {"rollout_matching": {"offload": OFFLOAD}}
+    run = Run(World(tmp_path / "model", toys.data), tmp_path, 1, training=training, **changes)
+    assert run.process.wait(LIMIT_S) == 0, run.printed
+    assert len(run.answers) == STEPS * SAMPLES
+    check_alignment(parse_config(run.config), run.answers)
+    assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in run.steps)
+    versions = [step["sync/weights_version"] for step in run.steps]
+    assert {answer.weights_version[1] for answer in run.answers} == set(versions)
 
 
 @pytest.mark.req("ROLL-03", "SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")

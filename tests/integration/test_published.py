@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from learner.models.load import read_model, read_processor
 from learner.models.prompts import encode_request
-from learner.models.toy import make_model
+from learner.models.toy import ToyFamily, make_model
 from learner.operate.export import export, logits_of
 from learner.rollout.sync.probe import prompts
 
@@ -36,7 +36,7 @@ print(json.dumps([ids, [size["shortest_edge"], size["longest_edge"]]]))
 """
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.fixture(scope="module", params=get_args(ToyFamily))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp(request.param)
     make_model(folder / "model", seed=0, family=request.param)
@@ -51,8 +51,10 @@ def test_an_export_has_the_names_of_published_checkpoints(exported: Path) -> Non
     assert {"preprocessor_config.json", "video_preprocessor_config.json"} <= names
     assert "processor_config.json" not in names
     text = json.loads((after / "config.json").read_text())["text_config"]
-    assert {"rope_theta", "rope_scaling"} <= text.keys()
-    assert not text.keys() & {"rope_parameters", "num_local_experts"}
+    new = "qwen3_5" in exported.name
+    rope = {"rope_parameters"} if new else {"rope_theta", "rope_scaling"}
+    assert text.keys() & {"rope_parameters", "rope_theta", "rope_scaling"} == rope
+    assert "num_local_experts" not in text
     tokenizer = json.loads((after / "tokenizer_config.json").read_text())
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert not tokenizer.keys() & {"backend", "is_local", "local_files_only"}
@@ -79,6 +81,8 @@ def old_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_4_57_loads_an_export_and_computes_the_same(
     old_python: Path, exported: Path
 ) -> None:
+    if "qwen3_5" in exported.name:
+        pytest.skip("4.57 does not know it")
     folder, inputs, out = exported / "exported", exported / "inputs.pt", exported / "logits.pt"
     model, processor = read_model(folder, "auto"), read_processor(folder)
     prompt = encode_request(processor, prompts()["image"])

@@ -17,6 +17,9 @@ SIZES = {
     "2b": (2.13, True),
     "8b": (8.77, False),
     "30b-a3b": (31.07, False),
+    "2.5-7b": (8.29, False),
+    "3.5-27b": (27.4, False),
+    "3.5-35b-a3b": (35.1, False),
 }
 HEAD = ["language_model.lm_head"]
 

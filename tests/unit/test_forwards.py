@@ -42,7 +42,7 @@ FEWER = settings(max_examples=settings().max_examples // 5)
 def pack(samples: int, name: str = "own") -> Pack:
     none = torch.zeros(0)
     nothing = Supervision(none, none, none, none, none, none)
-    return Pack([name] * samples, none, none, none, None, None, nothing, none, 0)
+    return Pack([name] * samples, none, none, none, None, None, nothing, none, ())
 
 
 @dataclass

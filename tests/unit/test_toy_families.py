@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import PACKED
-from learner.models.load import LoadedModel
+from learner.models.load import LoadedModel, read_model
 from learner.models.packing_check import check_packing
 from learner.models.packs import make_pack
 from learner.models.toy import ToyFamily, make_model
@@ -164,6 +164,20 @@ def test_a_run_goes_on_from_its_checkpoint(
     found = load_file(last / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.req("RUN-02")
+def test_published_layout_of_experts_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    """Qwen3.5 is published with one tensor for all experts, as the model has it."""
+    if checkpoint.name != "qwen3_5_moe":
+        pytest.skip("it has no experts, or saves them as published")
+    shutil.copytree(checkpoint, tmp_path / "fused")
+    model = read_model(checkpoint, torch.float32)
+    named = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert sum(".mlp.experts." in name for name in named) == 2 * 4
+    save_file(named, tmp_path / "fused" / "model.safetensors", metadata={"format": "pt"})
+    read = dict(read_model(tmp_path / "fused", torch.float32).named_parameters())
+    assert all(torch.equal(read[name], weight) for name, weight in named.items())
 
 
 @pytest.mark.req("RUN-02")

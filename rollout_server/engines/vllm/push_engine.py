@@ -145,7 +145,10 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         weights = set[int]()
         for module in self.model.modules() if self.device.type == "cpu" else ():
             # A head that shares the weight of the embedding multiplies with a packed copy, which
-            # the reload does not pack again.
+            # the reload does not pack again. A layer that takes adapters shares it with its
+            # `base_layer`, which has been packed: a convolution is packed in place.
+            if hasattr(module, "base_layer"):
+                continue
             weight: Any = getattr(module, "weight", None)
             if id(weight) in weights and (method := getattr(module, "quant_method", None)):
                 method.process_weights_after_loading(module)
