@@ -149,21 +149,14 @@ def in_call(text: str) -> bytes:
 
 ODD: dict[str, bytes] = {
     "endless list": b"[" * 10**5,
-    "deep objects": b'{"a":' * 10**5,
     "deep value in a field": in_call(f',"request_config":{"[" * 5000}{"]" * 5000}'),
     "number of many digits": in_call(f',"expected_weights_version":{"9" * 5000}'),
-    "more than 32 bits": in_call(',"request_config":{"top_k":2147483648}'),
     "more than 64 bits": in_call(f',"request_config":{{"seed":{2**64}}}'),
     "NaN": in_call(',"request_config":{"temperature":NaN}'),
-    "NaN for null": in_call(',"metrics":NaN'),
     "infinity by overflow": in_call(',"request_config":{"temperature":1e999}'),
     "lone surrogate in an id": in_call(',"request_id":"\\ud800"'),
-    "lone surrogate in a path": b'{"infer_requests":[{"messages":'
-    b'[{"role":"user","content":"<image>"}],"images":["/\\ud800"]}]}',
     "not UTF-8": b'{"infer_requests":["\xff"]}',
     "nothing": b"",
-    "null": b"null",
-    "two documents": b'{"infer_requests":[]}{}',
     "pickle": pickle.dumps({"infer_requests": []}),
 }
 
@@ -174,13 +167,3 @@ def test_odd_body_is_refused(client: TestClient, name: str) -> None:
     for path in POST_PATHS:
         problem = problem_of(client.post(path, content=ODD[name], headers=JSON))
         assert problem.status in (400, 422), (path, problem)
-
-
-@pytest.mark.req("WIRE-05")
-def test_odd_query_or_header_is_refused(client: TestClient) -> None:
-    for query in ("envelope=2", "envelope=", "envelope=%ff", "envelope=%00"):
-        answer = client.post(f"/infer/?{query}", json={"infer_requests": []})
-        assert problem_of(answer).status == 422, query
-    odd = {"Rollout-Envelope": "perhaps"}
-    answer = client.post("/infer/", json={"infer_requests": []}, headers=odd)
-    assert problem_of(answer).status == 422
