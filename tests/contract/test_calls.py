@@ -63,19 +63,6 @@ def access_line(server: RunningServer, request_id: str) -> str:
 
 
 @pytest.mark.req("DIST-05")
-def test_retried_call_gets_its_answer_without_a_generation(server: RunningServer) -> None:
-    first = post(server, request_id="retried")
-    assert first.status_code == 200, first.text
-    with growth(server) as grown:
-        assert post(server, request_id="retried").content == first.content
-    assert grown["rollout_calls_total repeated"] == 1
-    assert grown["rollout_generated_tokens_total"] == 0
-    assert post(server, request_id="another").content != first.content
-    refused = post(server, request_id="retried", requests=2)
-    assert (refused.status_code, refused.json()["where"]) == (422, "request_id")
-
-
-@pytest.mark.req("DIST-05")
 def test_repeated_call_joins_the_one_whose_connection_ended(server: RunningServer) -> None:
     requests, config = [text_request()] * 64, SAMPLED | {"max_tokens": 400}
     with growth(server) as grown:

@@ -24,7 +24,6 @@ from learner.rollout.server_process import free_ports
 from shared_contracts.errors import Problem
 from tests.contract.running_server import (
     PROMPT,
-    START_TIMEOUT_S,
     RunningServer,
     children,
     draw_scene,
@@ -118,11 +117,6 @@ class Chat:
     @property
     def texts(self) -> list[str]:
         return [choice.message.content for choice in self.completion.choices]
-
-
-def test_models_has_the_served_one(client: openai.OpenAI, served: RunningServer) -> None:
-    (model,) = client.models.list().data
-    assert model.id == str(served.checkpoint)
 
 
 def test_chat_completion_equals_infer(client: openai.OpenAI, served: RunningServer) -> None:
@@ -247,20 +241,6 @@ def streaming(client: openai.OpenAI, model: Path, **options: Any) -> Iterator[An
     with create(model=str(model), messages=USER, **given) as stream:
         next(stream)
         yield stream
-
-
-def test_lost_engine_ends_a_stream_with_an_error(
-    client: openai.OpenAI, served: RunningServer
-) -> None:
-    engine = served.processes()["engine 0"]
-    with streaming(client, served.checkpoint) as stream:
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(openai.APIError) as lost:
-            list(stream)
-    assert "replica 0 is dead" in lost.value.message
-    with pytest.raises(openai.InternalServerError, match="503"):
-        Chat(client, served.checkpoint, USER)
-    served.process.wait_until_healthy(START_TIMEOUT_S)
 
 
 def test_push_waits_for_a_stream_and_later_answers_have_the_new_version(

@@ -144,47 +144,7 @@ def test_server_that_stood_still_gives_up_no_replica() -> None:
     assert len(run(scenario).built) == 2
 
 
-@pytest.mark.req("SRV-05")
-def test_replica_that_cannot_be_built_is_tried_again() -> None:
-    def no_memory() -> None:
-        raise RuntimeError("no memory")
-
-    async def scenario(bench: Bench) -> None:
-        bench.faults = [no_memory]
-        bench.built[0].alive = False
-        await bench.until(lambda: "no memory" in bench.replicas.statuses(0)[0].detail)
-        assert bench.states() == ["dead", "serving"]
-        await bench.until(lambda: bench.states() == ["serving", "serving"])
-
-    run(scenario)
-
-
-@pytest.mark.req("SRV-05")
-def test_replica_serves_only_with_the_current_weights() -> None:
-    async def scenario(bench: Bench) -> None:
-        first, second = bench.built
-        first.weights_version = second.weights_version = 4
-        first.alive = False
-        await bench.until(lambda: bench.states(version=4) == ["needs-push", "serving"])
-        assert bench.replicas.current(4) == [second]
-        assert len(bench.replicas.all()) == 2
-        with pytest.raises(ProblemError) as error:
-            bench.replicas.current(5)
-        assert error.value.problem.status == 503
-        bench.built[2].weights_version = 4
-        assert bench.states(version=4) == ["serving", "serving"]
-
-    run(scenario)
-
-
 # --- starts without an end
-
-
-def start_of(*engines: ScriptedEngine, start_s: float = 60.0) -> None:
-    def unexpected(_: str) -> None:
-        raise AssertionError("no replica was lost")
-
-    asyncio.run(Replicas(len(engines), engines.__getitem__, unexpected, HANG_S, start_s).start())
 
 
 class UnpreparedEngine(ScriptedEngine):
@@ -198,21 +158,28 @@ class UnpreparedEngine(ScriptedEngine):
         await asyncio.Event().wait()
 
 
-@pytest.mark.req("REP-06")
-def test_an_engine_whose_guard_is_inactive_never_serves() -> None:
-    engine, unguarded = ScriptedEngine(0), UnpreparedEngine(1)
-    unguarded.fault = GuardInactive("no processor")
-    with pytest.raises(GuardInactive):
-        start_of(engine, unguarded)
-    assert (engine.ended, unguarded.ended) == (True, True)
+@pytest.mark.req("REP-06", "SRV-04")
+@pytest.mark.parametrize(
+    ("fault", "error", "found"),
+    [
+        (GuardInactive("no processor"), GuardInactive, "no processor"),
+        (None, TimeoutError, "replica 1: its engine is being prepared for over"),
+    ],
+)
+def test_an_engine_whose_preparation_fails_or_does_not_end_never_serves(
+    fault: Exception | None, error: type[Exception], found: str
+) -> None:
+    unprepared = UnpreparedEngine(1)
+    unprepared.fault = fault
+    engines = [ScriptedEngine(0), unprepared]
 
+    def unexpected(_: str) -> None:
+        raise AssertionError("no replica was lost")
 
-@pytest.mark.req("SRV-04")
-def test_a_preparation_without_end_is_given_up() -> None:
-    engine, unprepared = ScriptedEngine(0), UnpreparedEngine(1)
-    with pytest.raises(TimeoutError, match=r"replica 1: its engine is being prepared for over"):
-        start_of(engine, unprepared, start_s=START_S)
-    assert (engine.ended, unprepared.ended) == (True, True)
+    replicas = Replicas(2, engines.__getitem__, unexpected, HANG_S, START_S)
+    with pytest.raises(error, match=found):
+        asyncio.run(replicas.start())
+    assert all(engine.ended for engine in engines)
 
 
 @pytest.mark.req("SRV-05")

@@ -4,10 +4,8 @@ import os
 import signal
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,11 @@ from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.contract.running_server import (
     PROMPT,
     RunningServer,
-    children,
     environment_of,
     response_ids,
     running_server,
     text_request,
 )
-from tests.contract.test_fresh_engine import answers
 from tests.contract.toy_checkpoints import make_checkpoint, read_weights
 from tests.contract.weight_sender import push, weight_group
 
@@ -154,28 +150,6 @@ def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     _wait_for_states(replicas, {"serving", "needs-push"})
     _push_both(replicas, untied)
     assert replicas.http.get("/health/").status_code == 200
-
-
-@pytest.mark.nightly
-@pytest.mark.req("SRV-05")
-def test_server_that_is_stopped_and_continued_loses_no_replica(replicas: RunningServer) -> None:
-    """SIGSTOP of all processes, in the middle of a call, for longer than `hang_seconds`."""
-
-    def stand_still() -> None:
-        with ExitStack() as continued:
-            for pid in (replicas.process.pid, *children(replicas.process.pid)):
-                os.kill(pid, signal.SIGSTOP)
-                continued.callback(os.kill, pid, signal.SIGCONT)
-            time.sleep(HANG_S + 2)  # time itself is the fault
-
-    before, greedy = replicas.http.get("/info/").json(), answers(replicas)
-    answer = _call_while(replicas, stand_still)
-    assert answer.status_code == 200, answer.text
-    assert replicas.http.get("/live/").json()["server_epoch"] == before["server_epoch"]
-    assert replicas.http.get("/health/").status_code == 200
-    after = replicas.http.get("/info/").json()["replicas"]
-    assert [r["restarts"] for r in after] == [r["restarts"] for r in before["replicas"]]
-    assert answers(replicas) == greedy
 
 
 def _call_while(server: RunningServer, happens: Callable[[], None]) -> httpx.Response:

@@ -177,23 +177,6 @@ def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     assert engine.generated == []
 
 
-@pytest.mark.req("SRV-01", "SEED-01")
-def test_seeds_have_the_order_of_the_requests_on_all_replicas() -> None:
-    hold = asyncio.Event()
-    engines = [EchoEngine(0, hold), EchoEngine(1, hold)]
-
-    async def work() -> list[RolloutEnvelope]:
-        answering = asyncio.ensure_future(answer(call("aaaa", "b", "c", "d", seed=100), *engines))
-        await reached(lambda: sum(len(engine.generated) for engine in engines) == 4)
-        hold.set()
-        return await answering
-
-    envelopes = run(work())
-    assert [e.coordexp.seed for e in envelopes] == [100, 101, 102, 103]
-    assert [e.response.usage.prompt_tokens for e in envelopes] == [4, 1, 1, 1]
-    assert len(engines[0].generated) == len(engines[1].generated) == 2
-
-
 class PushedEngine(EchoEngine):
     """A weight update falls into the rendering of a prompt."""
 
@@ -414,10 +397,3 @@ def test_least_loaded_engine_is_next(replicas: int, costs: list[int]) -> None:
         tokens = [engine.load.tokens for engine in engines]
         assert max(tokens) - min(tokens) <= max(costs)
     assert [engine.load for engine in engines] == [Load()] * replicas
-
-
-def test_failed_request_is_not_outstanding_and_moves_no_turn() -> None:
-    load = Load()
-    with pytest.raises(RuntimeError), charged(load, 5, 1, turn=3):
-        raise RuntimeError
-    assert load == Load()
