@@ -152,6 +152,7 @@ def test_a_push_whose_learner_died_between_two_calls_is_given_up_for_the_next_on
     push_again(server, port, tied)
 
 
+@pytest.mark.nightly  # test_pushes.py has it with scripted engines
 def test_a_suspended_learner_loses_the_server_to_a_newer_one(
     server: RunningServer, port: int, tied: Path, other_tied: Path
 ) -> None:

@@ -136,6 +136,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert len({tuple(response_ids(envelope)) for envelope in together}) == 1
 
 
+@pytest.mark.nightly  # test_replica_watch.py has it with scripted engines
 @pytest.mark.req("SRV-05")
 def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     replicas: RunningServer, untied: Path
