@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from learner.rollout.client import RolloutClient
@@ -18,11 +19,14 @@ from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.contract.running_server import (
     PROMPT,
     RunningServer,
+    children,
     environment_of,
     response_ids,
     running_server,
     text_request,
+    wait_until_gone,
 )
+from tests.contract.test_openai import client_of, streaming
 from tests.contract.toy_checkpoints import make_checkpoint, read_weights
 from tests.contract.weight_sender import push, weight_group
 
@@ -41,10 +45,13 @@ def untied(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """With a token in the environment, which `http` sends, and a folder for temporary files."""
+    """With a token in the environment, which `http` sends, and a folder for temporary files.
+
+    Its tests run in order: the last one stops it.
+    """
     folder = tmp_path_factory.mktemp("replicas") / "server"
     options: tuple[str, ...] = ("--replicas", "2", "--max-num-seqs", str(MOST))
-    options += ("--hang-seconds", str(HANG_S))
+    options += ("--hang-seconds", str(HANG_S), "--openai", "--grace-seconds", "0.1")
     with (
         pytest.MonkeyPatch.context() as environment,
         tempfile.TemporaryDirectory() as temporary,  # short, since sockets have a path in it
@@ -151,6 +158,25 @@ def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     _wait_for_states(replicas, {"serving", "needs-push"})
     _push_both(replicas, untied)
     assert replicas.http.get("/health/").status_code == 200
+
+
+@pytest.mark.req("SRV-05", "OAI-01")
+def test_stopping_server_ends_streams_and_calls_with_an_error_and_leaves_no_process(
+    replicas: RunningServer,
+) -> None:
+    everything = [replicas.process.pid, *children(replicas.process.pid)]
+    with ThreadPoolExecutor() as threads, client_of(replicas, TOKEN) as client:
+        options = {"temperature": 1.0, "max_tokens": 480}
+        whole = threads.submit(replicas.post_infer, [text_request()] * 32, **options)
+        replicas.wait_for_sequences(lambda sequences: sequences > 0)
+        with streaming(client, replicas, max_tokens=480) as stream:
+            os.kill(replicas.process.pid, signal.SIGTERM)
+            with pytest.raises(openai.APIError) as stopped:
+                list(stream)
+        ended = whole.result(timeout=60)
+    assert "the server is stopping" in stopped.value.message
+    assert (ended.status_code, ended.json()["detail"]) == (503, "the server is stopping")
+    assert wait_until_gone(everything, timeout_s=60) == []
 
 
 def _call_while(server: RunningServer, happens: Callable[[], None]) -> httpx.Response:
