@@ -22,7 +22,6 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
 from shared_contracts.weights import MAX_FIELDS
 
-MAX_BODY = 1000
 JSON = {"Content-Type": "application/json"}
 REQUEST = {"messages": [{"role": "user", "content": "x"}]}
 POST_PATHS = (
@@ -72,22 +71,6 @@ def problem_of(answer: Any) -> Problem:
     problem = Problem.model_validate(answer.json())
     assert problem.status == answer.status_code
     return problem
-
-
-def padded(size: int) -> bytes:
-    """The body of a call without requests, of `size` bytes."""
-    return b'{"infer_requests":[]}'.ljust(size)
-
-
-@pytest.mark.req("SRV-06")
-@pytest.mark.parametrize("path", ["/infer/", "/update_weights/"])
-def test_body_above_the_limit_is_refused(path: str) -> None:
-    client = client_of(Pool(settings(max_body_mib=MAX_BODY / 2**20)))
-    assert client.post(path, content=padded(MAX_BODY), headers=JSON).status_code in (422, 503)
-    for body in (padded(MAX_BODY + 1), iter([padded(MAX_BODY), b" "])):
-        problem = problem_of(client.post(path, content=body, headers=JSON))
-        assert problem.type == "urn:rollmatch:body-too-large"
-        assert "max_body_mib" in problem.detail
 
 
 @pytest.mark.req("SRV-06")

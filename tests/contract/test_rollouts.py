@@ -23,14 +23,13 @@ from rollout_server.serving.infer import (
     Rollouts,
     charged,
     least_loaded,
-    read_conversation,
 )
-from rollout_server.serving.media import ImageSource, MediaLoader
+from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED, Prompts
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
-from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 from tests.contract.scripted_engine import ScriptedEngine
 
 CONTEXT = 20
@@ -137,29 +136,8 @@ async def reached(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def image_part(path: str | None = None) -> dict[str, Any]:
-    return {"type": "image", "image": path}
-
-
 def request(content: Any, *images: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "images": list(images)}
-
-
-@pytest.mark.req("WIRE-01")
-def test_images_fill_the_open_places_of_a_conversation_in_order() -> None:
-    text = {"type": "text", "text": "b "}
-    for content in (
-        "a <image>b <image>",
-        [{**text, "text": "a "}, image_part(), text, image_part()],
-    ):
-        sent = RolloutInferRequest.model_validate(request(content, "x", "y"))
-        conversation = read_conversation(sent)
-        assert conversation.messages == [ChatMessage("user", ["a ", None, "b ", None])]
-        sources = [ImageSource("images[0]", "x"), ImageSource("images[1]", "y")]
-        assert conversation.sources == sources
-    parts = [image_part("own.png"), image_part(), image_part("")]
-    own = RolloutInferRequest.model_validate(request(parts, "x"))
-    assert [source.image for source in read_conversation(own).sources] == ["own.png", "x", ""]
 
 
 @pytest.mark.req("WIRE-05")
@@ -167,7 +145,7 @@ def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     engine = EchoEngine()
     contents = ["fine", "broken!", "a" * CONTEXT, "<image>"]
     requests = [request(content) for content in contents]
-    requests += [request("no mark", "a.png"), request([image_part("own")], "a.png")]
+    requests += [request("no mark", "a.png"), request([{"type": "image", "image": "own"}], "a.png")]
     with pytest.raises(ProblemError) as error:
         run(answer(InferCall.model_validate({"infer_requests": requests}), engine))
     assert error.value.problem.errors is not None
