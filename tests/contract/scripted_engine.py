@@ -130,10 +130,13 @@ class ScriptedEngine:
 
     async def _do(self, name: str) -> None:
         """Record a call, and do what the script has for it."""
+
+        async def happen() -> None:
+            if name in self.script:
+                await self.script[name]()
+
         self.calls.append(name)
-        if name in self.script:
-            happening = self.script[name]()
-            await cancel_when(self._dead.wait(), happening, EngineDead("it was given up"))
+        await cancel_when(self._dead.wait(), happen(), EngineDead("it was given up"))
 
     async def pause(self) -> None:
         self._running.clear()
