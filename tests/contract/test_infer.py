@@ -238,11 +238,6 @@ def test_call_with_bad_requests_is_refused_and_names_each(
         (4, "infer_requests[4].images"),
         (5, "infer_requests[5].images[0]"),
     ]
-    details = [error["detail"] for error in problem["errors"]]
-    assert "cannot be read" in details[0]
-    assert "512" in details[1]
-    assert "0 given" in details[2]
-    assert "--allowed-media-dir" in details[3]
 
 
 @pytest.mark.req("WIRE-05")

@@ -332,25 +332,3 @@ def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))
-
-
-@pytest.mark.req("WIRE-06", "ROLL-03")
-def test_a_sleeping_server_is_not_ready_until_it_is_woken() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
-        def ready() -> bool:
-            return b"rollout_ready 1.0" in pool.telemetry.exposition()
-
-        assert ready()
-        await pool.weights.sleep()
-        for _ in range(2):  # neither a probe nor a call wakes it
-            assert refusal_of(pool.health) == await infer_problem(pool)
-            assert [status.state for status in pool.info().replicas] == ["asleep", "asleep"]
-            assert not ready()
-        problem = refusal_of(pool.health)
-        assert (problem.kind, problem.status) == ("push-needed", 503)
-        assert "replica 1 is asleep: /wake_up/ or a push comes first" in problem.detail
-        await pool.weights.wake_up()
-        assert ready()
-        assert pool.health().status == "ok"
-
-    run_pool(2, scenario)

@@ -234,20 +234,6 @@ def test_call_is_refused_and_cancelled_when_an_engine_dies() -> None:
     assert slow.cancelled == 1
 
 
-@pytest.mark.req("SRV-07")
-def test_cancelled_call_cancels_its_sequences() -> None:
-    engine = EchoEngine(hold=asyncio.Event())
-
-    async def work() -> None:
-        answering = asyncio.ensure_future(answer(call("a", "b"), engine))
-        await reached(lambda: len(engine.generated) == 2)
-        answering.cancel()
-        await reached(lambda: engine.cancelled == 2)
-        assert engine.load == Load()
-
-    run(work())
-
-
 @pytest.mark.req("SRV-02")
 def test_requests_of_two_calls_alternate_at_each_engine() -> None:
     hold = asyncio.Event()

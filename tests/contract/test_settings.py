@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from rollout_server.cli import app
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.command_line import option_names
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import bind, check_checkpoint, check_gpus, check_memory
 from shared_contracts.errors import ContractError, ContractErrors
@@ -50,12 +49,6 @@ def test_every_setting_is_an_option_of_its_type() -> None:
     options = ServerSettings.model_fields.keys() - {"repeat_terminate"}
     assert parsed().keys() - {"config", "run_config", "help"} == options
     assert set(parsed().values()) == {None, ()}
-    names = {name: option_names(name, ServerSettings.model_fields[name]) for name in options}
-    assert names["max_num_seqs"] == "--max-num-seqs"
-    assert names["allowed_media_dirs"] == "--allowed-media-dir"
-    assert names["share_gpus"] == "--share-gpus/--no-share-gpus"
-    assert names["enable_prefix_caching"] == "--enable-prefix-caching/--no-prefix-caching"
-    assert names["allow_media_urls"] == "--allow-media-urls/--no-media-urls"
     words = (
         "--model /m --gpus 3,1 --max-lora-rank 32 --kv-cache-gib .5 --max-model-len 9 "
         "--allowed-media-dir /a --allowed-media-dir /b --no-lora --openai --log-format json"
