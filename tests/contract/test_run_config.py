@@ -156,18 +156,15 @@ def test_an_environment_that_contradicts_a_file_is_refused_with_both(tmp_path: P
     config.write_text("repeat_terminate: {enabled: true, max_object_keys: 7}\n")
     same = training_yaml(tmp_path, "same.yaml", repeat_terminate=GUARD)
     assert settings_of(same, environ=environment(**GUARD)).repeat_terminate.max_object_keys == 40
-    off = training_yaml(tmp_path)
     for run, file, source, there in (
         (None, config, "--config", '"max_object_keys":7'),
-        (off, config, "--config", '"max_object_keys":7'),
-        (off, None, "--run-config", '"enabled":false'),
+        (training_yaml(tmp_path), None, "--run-config", '"enabled":false'),
     ):
         with pytest.raises(ContractError) as caught:
             settings_of(run, file, environment(**GUARD))
         assert caught.value.where == CONFIG_JSON
-        assert '"max_object_keys":40' in caught.value.found
-        assert source in caught.value.found
-        assert there in caught.value.found
+        for found in ('"max_object_keys":40', source, there):
+            assert found in caught.value.found
 
 
 @pytest.mark.req("CFG-05", "CFG-09", "SRV-01")
