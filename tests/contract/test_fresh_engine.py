@@ -147,7 +147,8 @@ def pushed(
             if "--enable-lora" in case.options:
                 adapter = adapted(old, 2, target_modules=["q_proj", "v_proj", "o_proj"])
                 modes = [adapter_of(adapter), full_of(adapter)]
-            modes.append(full_of(AutoModelForImageTextToText.from_pretrained(new)))
+            model = AutoModelForImageTextToText.from_pretrained(new, dtype=torch.float32)
+            modes.append(full_of(model))
             pushes = []
             for version, mode in enumerate(modes, 1):
                 pusher = WeightPusher(client, free_ports(1)[0], mode, case.transport, 2**18)
