@@ -40,7 +40,8 @@ def test_server_without_engines_lives_and_is_not_healthy(client: TestClient) -> 
     assert client.get("/get_world_size/").json() == {"world_size": 3}
     problem = problem_of(client.get("/health/"))
     assert problem.status == 503
-    assert problem.detail.startswith("the engines are starting")
+    building = r"replica 0: its engine is being built, for \d+ s of at most 1800 s"
+    assert re.match(f"the engines are starting; {building}", problem.detail)
 
 
 @pytest.mark.req("WIRE-06", "WIRE-07")

@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -234,19 +233,13 @@ def test_a_start_that_stands_still_ends_the_server_with_the_reason(tmp_path: Pat
 
 
 class ScriptedPool(Pool):
-    """`engines`: the last one of each index; builds wait for `built`, and fail while `failing`."""
+    """engines: the last one of each index."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(settings(replicas=replicas), self._build)
         self.engines: dict[int, ScriptedEngine] = {}
-        self.failing = False
-        self.built = threading.Event()
-        self.built.set()
 
     def _build(self, _: ServerSettings, index: int) -> ScriptedEngine:
-        self.built.wait(60)
-        if self.failing:
-            raise RuntimeError("no memory")
         self.engines[index] = ScriptedEngine(index)
         return self.engines[index]
 
@@ -256,79 +249,39 @@ class ScriptedPool(Pool):
         for index in indices:
             self.engines[index].weights_version = version
 
-
-def run_pool(replicas: int, scenario: Callable[[ScriptedPool], Awaitable[None]]) -> None:
-    async def play() -> None:
-        pool = ScriptedPool(replicas)
-        await pool.start()
-        try:
-            await scenario(pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    def problem(self) -> Problem:
+        with pytest.raises(ProblemError) as error:
+            self.health()
+        return error.value.problem
 
 
-def refusal_of(probe: Callable[[], object]) -> Problem:
-    with pytest.raises(ProblemError) as error:
-        probe()
-    return error.value.problem
-
-
-async def infer_problem(pool: Pool) -> Problem:
-    call = InferCall.model_validate({"infer_requests": [REQUEST]})
-    with pytest.raises(ProblemError) as error:
-        await pool.infer(call, CallRecord("/infer/"))
-    return error.value.problem
-
-
-@pytest.mark.req("WIRE-06", "SRV-05", "SYNC-07")
+@pytest.mark.req("WIRE-03", "WIRE-06", "SRV-05", "SYNC-07")
 def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
+    """Its death, and not its rebuild, changes the server's epoch."""
+
+    async def play() -> None:
+        pool = ScriptedPool(2)
+        await pool.start()
         pool.hold(4, 0)
-        problem = refusal_of(pool.health)
+        problem = pool.problem()
         assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
         assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
         pool.hold(5)
-        assert await infer_problem(pool) == refusal_of(pool.health)
+        call = InferCall.model_validate({"infer_requests": [REQUEST]})
+        with pytest.raises(ProblemError) as refused:
+            await pool.infer(call, CallRecord("/infer/"))
+        assert refused.value.problem == pool.problem()
         pool.hold(4, 0, 1)
         assert pool.health().weights_version == 4
-        pool.failing = True
+        epoch = pool.server_epoch
         pool.engines[1].alive = False
-        problem = refusal_of(pool.health)
+        problem = pool.problem()
         assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
-
-    run_pool(2, scenario)
-
-
-@pytest.mark.req("WIRE-03", "SYNC-07")
-def test_epoch_changes_at_the_death_of_a_replica_and_stays_after_its_rebuild() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
-        before = pool.server_epoch
-        pool.engines[0].alive = False
-        after = pool.server_epoch
-        assert after != before
-        while pool.info().replicas[0].restarts == 0:
+        lost = pool.server_epoch
+        assert lost != epoch
+        while pool.info().replicas[1].restarts == 0:
             await asyncio.sleep(0.01)
-        assert pool.server_epoch == pool.live().server_epoch == after
-
-    run_pool(1, scenario)
-
-
-@pytest.mark.req("WIRE-06")
-def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
-    async def play() -> None:
-        pool = ScriptedPool(1)
-        pool.built.clear()
-        start = asyncio.create_task(pool.start())
-        await asyncio.sleep(0)
-        assert refusal_of(pool.health) == await infer_problem(pool)
-        detail = refusal_of(pool.health).detail
-        assert detail.startswith("the engines are starting; replica 0: its engine is being built, ")
-        assert re.search(r"for \d+ s of at most 1800 s$", detail)
-        pool.built.set()
-        await start
-        assert pool.health().status == "ok"
+        assert pool.server_epoch == pool.live().server_epoch == lost
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))
