@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,11 +20,11 @@ from shared_contracts.errors import Problem
 from tests.contract import scripted_engine
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import app_of, served_app
+from tests.contract.test_limits import REQUEST
 from tests.unit.fleets import wait_until
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
-JSON = {"content-type": "application/json"}
 CALLS = 2
 
 
@@ -55,10 +54,6 @@ class Served:
 
     def wait_for(self, name: str, value: float) -> None:
         wait_until(lambda: self.metric(name) == value)
-
-
-def call(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}]}
 
 
 @pytest.fixture
@@ -111,7 +106,7 @@ def test_replicas_share_streams_infer_shares_their_limit_and_a_closed_stream_fre
     with served.streaming(), served.streaming():
         for replica in range(2):
             assert served.metric(f'rollout_running_sequences{{replica="{replica}"}}') == 1
-        for path, body in ((CHAT, {"text": "a"}), ("/infer/", {"infer_requests": [call("a")]})):
+        for path, body in ((CHAT, {"text": "a"}), ("/infer/", {"infer_requests": [REQUEST]})):
             refused = served.http.post(path, json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     served.wait_for('rollout_calls_total{outcome="gone"}', CALLS)

@@ -28,8 +28,6 @@ from shared_contracts.machine import (
 )
 from tests.unit.sparse_weights import write_sparse_weights
 
-ROOT = Path(__file__).parents[2]
-
 FIRST = "GPU-8f6d2c1e-0b5a-4a64-9f0e-3d1f6f8f1a11"
 SECOND = "GPU-1c9e7b52-7d3f-4b8c-8a55-6c2f0e9d4b22"
 GPUS = f"0, {FIRST}, 4, 81559\n1, {SECOND}, 41984, 81559\n"
@@ -111,7 +109,6 @@ def test_an_nvidia_smi_without_an_answer_is_a_warning(
 
 # --- sizes (FULL-06)
 
-GIB = 2**30
 LAYERS = {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560}
 TEXT = LAYERS | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144}
 

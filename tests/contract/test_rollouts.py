@@ -41,7 +41,7 @@ class EchoEngine(ScriptedEngine):
     """One token per character of a prompt; an answer has as many tokens as it may have.
 
     hold: answers wait for it. error: raised instead of an answer. ends_with: the weights version
-    at the end of an answer. go: prompts with "slow" wait for it in `held`, one prompt at a time,
+    at the end of an answer. go: prompts with "slow" wait for it, one prompt at a time,
     as in a renderer of vLLM.
     """
 
@@ -61,7 +61,6 @@ class EchoEngine(ScriptedEngine):
         self.turns: list[int] = []
         self.cancelled = 0
         self.rendered: list[str] = []
-        self.held: list[str] = []
         self.go = asyncio.Event()
         self._thread = asyncio.Lock()
 
@@ -69,7 +68,6 @@ class EchoEngine(ScriptedEngine):
         async with self._thread:
             text = "".join(part or "" for message in messages for part in message.parts)
             if "slow" in text:
-                self.held.append(text)
                 await self.go.wait()
             await asyncio.sleep(0)
             self.rendered.append(text)
