@@ -69,7 +69,7 @@ def server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
     A test that pushes weights leaves it READY with those of `tied` (see `pushing`).
     """
-    with running_server(tied, tmp_path_factory.mktemp("server")) as server:
+    with running_server(tied, tmp_path_factory.mktemp("server"), "--openai") as server:
         draw_scene(server.media / "scene.png")
         yield server
 

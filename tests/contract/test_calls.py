@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,33 +45,7 @@ def growth(server: RunningServer) -> Iterator[Grown]:
     grown |= {name: value - before.get(name, 0.0) for name, value in metrics(server).items()}
 
 
-def access_line(server: RunningServer, request_id: str) -> str:
-    """The line of a call in the log; the server writes it after the answer."""
-
-    def lines() -> list[str]:
-        log = server.process.log.read_text(encoding="utf-8")
-        own = [line for line in log.splitlines() if " rollout_server.access: " in line]
-        return [line for line in own if line.endswith(f" request_id={request_id}")]
-
-    wait_until(lines)
-    (line,) = lines()
-    return line
-
-
 # --- request ids
-
-
-@pytest.mark.req("DIST-05")
-def test_retried_call_gets_its_answer_without_a_generation(server: RunningServer) -> None:
-    first = post(server, request_id="retried")
-    assert first.status_code == 200, first.text
-    with growth(server) as grown:
-        assert post(server, request_id="retried").content == first.content
-    assert grown["rollout_calls_total repeated"] == 1
-    assert grown["rollout_generated_tokens_total"] == 0
-    assert post(server, request_id="another").content != first.content
-    refused = post(server, request_id="retried", requests=2)
-    assert (refused.status_code, refused.json()["where"]) == (422, "request_id")
 
 
 @pytest.mark.req("DIST-05")
@@ -151,9 +124,7 @@ def test_info_describes_the_server(server: RunningServer) -> None:
 
 
 @pytest.mark.req("WIRE-06")
-def test_metrics_count_answers_and_show_running_sequences(
-    server: RunningServer, scene: Path
-) -> None:
+def test_metrics_count_answers(server: RunningServer, scene: Path) -> None:
     requests = [text_request(), image_request(str(scene))]
     with growth(server) as grown:
         envelopes = server.infer(requests, max_tokens=8)
@@ -164,15 +135,8 @@ def test_metrics_count_answers_and_show_running_sequences(
     assert grown["rollout_prompt_tokens_total"] == prompt_tokens
     assert grown["rollout_generated_tokens_total"] == 16
     assert grown["rollout_phase_seconds_count generate"] == 1
-    with ThreadPoolExecutor() as threads:
-        call = threads.submit(
-            server.infer, [text_request()] * 70, temperature=1.0, seed=1, max_tokens=200
-        )
-        server.wait_for_sequences(lambda running: running == 64)
-        now = metrics(server)
-        assert now["rollout_ready"] == now["rollout_replica_state 0 serving"] == 1
-        call.result()
-    assert metrics(server)["rollout_running_sequences 0"] == 0
+    now = metrics(server)
+    assert now["rollout_ready"] == now["rollout_replica_state 0 serving"] == 1
 
 
 @pytest.mark.req("SRV-08")
@@ -187,7 +151,6 @@ def test_log_has_a_line_for_the_call_without_its_content(
     }
     headers = {"authorization": f"Bearer {secret}"}
     assert server.http.post("/infer/", json=body, headers=headers).status_code == 200
-    line = access_line(server, "logged")
-    for field in ("route=/infer/", "status=200", "requests=1", "images=1", "generated_tokens=8"):
-        assert f" {field} " in line
-    assert secret not in server.process.log.read_text(encoding="utf-8")
+    log = server.process.log
+    wait_until(lambda: " request_id=logged\n" in log.read_text(encoding="utf-8"))
+    assert secret not in log.read_text(encoding="utf-8")

@@ -70,39 +70,20 @@ def expressions() -> list[tuple[str, str]]:
     return [*asked, *marks, *((rule["alert"], rule["expr"]) for rule in rules)]
 
 
-def nodes(expression: str) -> list[Any]:
-    found: list[Any] = []
-    promql.walk(promql.parse(expression.replace("$__rate_interval", "5m")), found.append)
-    return found
-
-
-def any_match(pattern: str, values: set[str]) -> bool:
-    return any(re.fullmatch(pattern, value) for value in values)
-
-
 def faults(expression: str, series: Series) -> list[str]:
     """Series, labels and label values of an expression that no server has."""
-    found: list[str] = []
-    known = set(SCRAPED)
-    for node in nodes(expression):
-        if not isinstance(node, promql.VectorSelector):
-            continue
-        name = str(node.name)
-        labels = series.get(name, {})
-        known |= labels.keys()
-        found += [] if name in series else [name]
-        for matcher in node.matchers.matchers:
-            if matcher.name not in labels.keys() | SCRAPED:
-                found.append(matcher.name)
-            elif matcher.name in labels:
-                # Every alternative of a pattern `x(a|b)y` has to match a value.
-                before, _, after = matcher.value.rpartition("(")
-                inner, _, end = after.partition(")")
-                patterns = [f"{before}{word}{end}" for word in inner.split("|")]
-                found += [each for each in patterns if not any_match(each, labels[matcher.name])]
-    for node in nodes(expression):
-        if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
-            found += set(node.modifier.labels) - known
+    found, selectors = list[str](), list[Any]()
+    query = promql.parse(expression.replace("$__rate_interval", "5m"))
+    promql.walk(query, lambda node: selectors.append(node) if hasattr(node, "matchers") else None)
+    for selector in selectors:
+        labels = series.get(str(selector.name), {})
+        found += [] if selector.name in series else [selector.name]
+        for matcher in selector.matchers.matchers:
+            values = labels.get(matcher.name, set())
+            if matcher.name not in SCRAPED and not any(
+                re.fullmatch(matcher.value, v) for v in values
+            ):
+                found.append(f"{matcher.name}={matcher.value}")
     return found
 
 

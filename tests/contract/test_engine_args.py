@@ -31,13 +31,25 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.req("SRV-01")
-def test_replicas_have_their_own_gpus(engine_args: Any, model: Path) -> None:
-    settings = ServerSettings(model=model, gpus=(3, 4, 5, 6), tensor_parallel_size=2)
-    args = [engine_args.engine_args(settings, index) for index in range(2)]
-    assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
-    assert [a.tensor_parallel_size for a in args] == [2, 2]
-    assert [a.weight_transfer_config.backend for a in args] == ["rollmatch", "rollmatch"]
+@pytest.mark.req("SRV-01", "SRV-03")
+def test_settings_of_the_engine_reach_vllm(engine_args: Any, model: Path) -> None:
+    settings = ServerSettings(
+        model=model,
+        gpus=(3, 4, 5, 6),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        enable_prefix_caching=False,
+        max_images_per_request=3,
+        gpu_memory_utilization=0.5,
+        max_num_seqs=5,
+    )
+    args, other = (engine_args.engine_args(settings, index) for index in range(2))
+    assert (args.device_ids, other.device_ids) == ([3, 4], [5, 6])
+    assert (args.tensor_parallel_size, args.distributed_executor_backend) == (2, "mp")
+    assert args.weight_transfer_config.backend == "rollmatch"
+    assert (args.enable_prefix_caching, args.max_num_seqs) == (False, 5)
+    assert args.limit_mm_per_prompt == {"image": 3, "video": 0}
+    assert args.gpu_memory_utilization == 0.5
 
 
 @pytest.mark.req("SRV-01")
@@ -50,25 +62,6 @@ def test_ray_places_replicas_that_span_nodes(engine_args: Any, model: Path) -> N
     assert [a.device_ids for a in args] == [None, None]
     assert settings.num_workers == 32
     assert "VLLM_HOST_IP" not in engine_environment(settings)
-
-
-@pytest.mark.req("SRV-03")
-def test_settings_of_the_engine_reach_vllm(engine_args: Any, model: Path) -> None:
-    settings = ServerSettings(
-        model=model,
-        gpus=(0,),
-        distributed_executor_backend="mp",
-        enable_prefix_caching=False,
-        max_images_per_request=3,
-        gpu_memory_utilization=0.5,
-        max_num_seqs=5,
-    )
-    args = engine_args.engine_args(settings, 0)
-    assert args.distributed_executor_backend == "mp"
-    assert args.enable_prefix_caching is False
-    assert args.max_num_seqs == 5
-    assert args.limit_mm_per_prompt == {"image": 3, "video": 0}
-    assert args.gpu_memory_utilization == 0.5
 
 
 @pytest.mark.req("FULL-06")

@@ -84,22 +84,6 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     assert await calls.answer(*call("a"), generate) == (b"2", False)
 
 
-@pytest.mark.req("DIST-05")
-@asynchronous
-async def test_repeated_call_joins_the_one_whose_connection_ended() -> None:
-    generate = Generator()
-    calls = IdempotentCalls(grace_s=60.0)
-    for _ in range(3):  # a proxy that cuts every connection
-        cut = asyncio.create_task(calls.answer(*call("a"), generate))
-        await until(lambda: generate.begun == 1)
-        await end(cut)
-    repeated = asyncio.create_task(calls.answer(*call("a"), generate))
-    await asyncio.sleep(0)
-    generate.free.set()
-    assert await repeated == (b"1", True)
-    assert (generate.begun, generate.cancelled) == (1, 0)
-
-
 @pytest.mark.req("DIST-05", "SRV-07")
 @asynchronous
 async def test_generation_ends_after_the_grace_without_a_connection() -> None:

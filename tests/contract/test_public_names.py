@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ FUNCTIONS = {
     "serialize_append": "prefix_text objects start_index field_order",
     "sinkhorn_barycentric": "pred_points gt_points cost epsilon iters",
 }
-FIELDS: dict[type, str] = {
+FIELDS: dict[Any, str] = {
     ParsedRollout: "objects dropped prefix_token_ids max_object_index truncated invalid_rollout",
     ParsedObject: "key index kind coords desc coord_token_indices token_span",
     MatchResult: "pairs false_positives false_negatives gated mask_iou",
@@ -53,10 +54,9 @@ def test_a_public_function_takes_the_agreed_parameters_in_order(name: str) -> No
     assert positional == required == FUNCTIONS[name].split()
 
 
-@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
-def test_a_public_record_has_the_agreed_fields(kind: type) -> None:
-    assert dataclasses.is_dataclass(kind)
-    assert set(FIELDS[kind].split()) <= {field.name for field in dataclasses.fields(kind)}
+def test_public_records_have_the_agreed_fields() -> None:
+    for kind, names in FIELDS.items():
+        assert set(names.split()) <= {field.name for field in dataclasses.fields(kind)}
 
 
 def test_no_public_name_loads_torch() -> None:

@@ -480,6 +480,10 @@ async def test_an_adapter_needs_no_pause_and_is_kept_while_it_is_used(tmp_path: 
     await refused(load(bench, 11), "weight-update-order", "does not come after")
     await bench.push(12)
     await refused(load(bench, 13), "adapter-refused", "full weights were pushed")
+    for engine in bench.engines:
+        engine.declare_dead()
+    bench.engines.build_again()  # with the checkpoint's weights
+    await load(bench, 13)
     await refused(load(await Bench.formed(), 1), "adapter-refused", "--enable-lora")
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from benchmarks.processes import Peer
 from learner.rollout.server_process import free_ports
@@ -73,7 +75,8 @@ def trigger(config: RepeatTerminateConfig, key: list[int], ids: Sequence[int]) -
 def settings_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A `--config` file with the guard."""
     path = tmp_path_factory.mktemp("guard") / "server.yaml"
-    path.write_text(yaml.safe_dump({"repeat_terminate": GUARD.model_dump()}))
+    settings = {"repeat_terminate": GUARD.model_dump(), "openai": True}
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -81,9 +84,17 @@ def settings_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(
     tied: Path, settings_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """The shared server's twin, with the guard."""
+    """The shared server's twin, with the guard.
+
+    Its model is an adapter over `tied`, which the server merges, without an effect of its own.
+    """
     folder = tmp_path_factory.mktemp("guarded")
-    with running_server(tied, folder, "--config", str(settings_file)) as guarded:
+    base = AutoModelForImageTextToText.from_pretrained(tied, dtype=torch.float32)
+    adapter = LoraConfig(target_modules=["q_proj", "v_proj"])
+    get_peft_model(base, adapter).save_pretrained(str(folder / "adapter"))
+    with running_server(
+        folder / "adapter", folder / "server", "--config", str(settings_file)
+    ) as guarded:
         draw_scene(guarded.media / "scene.png")
         yield guarded
 
@@ -165,6 +176,23 @@ def test_a_choice_that_ends_by_its_length_is_not_named_as_ended_by_the_guard(
     (cut,) = choices(guarded.infer([requests(guarded)[index]], max_tokens=length))
     assert cut["token_ids"] == choice["token_ids"]
     assert (cut["finish_reason"], cut["ended"]) == ("length", False)
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.req("OAI-01", "REP-05")
+def test_a_chat_completion_ends_as_the_call_that_the_guard_ends(guarded: RunningServer) -> None:
+    """The sentinel of the guard has no text."""
+    whole = choices(guarded.infer(requests(guarded), max_tokens=TOKENS))
+    index, choice = next((i, choice) for i, choice in enumerate(whole) if choice["ended"])
+    body = {
+        "model": str(guarded.checkpoint),
+        "messages": requests(guarded)[index]["messages"],
+        "temperature": 0.0,
+        "max_tokens": TOKENS,
+    }
+    (chat,) = guarded.http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert chat["finish_reason"] == "stop"
+    assert chat["message"]["content"] == choice["message"]["content"]
 
 
 @pytest.mark.req("REP-06", "SRV-04")

