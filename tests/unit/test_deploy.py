@@ -32,16 +32,8 @@ SERVER_UNIT = SYSTEMD / "rollout-server.service"
 LEARNER_UNIT = SYSTEMD / "rollmatch-learner.service"
 EXAMPLES = sorted((DEPLOY / "config").glob("*.yaml"))
 SCRIPTS = [
-    *(
-        ROOT / name
-        for name in (
-            ".ci/run",
-            "scripts/dist",
-            "scripts/docker_engine",
-            "scripts/lock",
-            "scripts/setup",
-        )
-    ),
+    ROOT / ".ci/run",
+    *(ROOT / "scripts" / name for name in ("dist", "docker_engine", "lock", "setup")),
     DEPLOY / "train_stage2.sh",
     SBATCH,
 ]
@@ -91,10 +83,8 @@ def test_a_container_has_no_privileges_no_open_port_and_no_secret_in_its_environ
     assert all(port.startswith("127.0.0.1:") for port in raw.get("ports", []))
     variables = raw.get("environment", {})
     assert not [n for n in variables if "TOKEN" in n and not n.endswith("_FILE")]
-    if "user" in raw:
-        assert re.match(r"[1-9]\d*:[1-9]\d*$", raw["user"])
     if name.startswith(("server", "learner")):
-        assert "user" in raw
+        assert re.match(r"[1-9]\d*:[1-9]\d*$", raw["user"])
         assert raw["read_only"]
 
 
@@ -111,9 +101,6 @@ def test_a_server_container_has_its_token_gpus_data_and_time_to_stop(name: str) 
         assert service.binds[path]["read_only"]
     stop_s = int(service.raw["stop_grace_period"].removesuffix("s"))
     assert stop_s >= options["grace_seconds"] + ANSWERS_S + 10
-    assert re.fullmatch(r"on-failure:\d+", service.raw["restart"])
-    assert "entrypoint" not in service.raw, "an orderly end is 0, and bad input is seen"
-    assert ("ulimits" in service.raw) == (gpus != []), "a Docker may not be able to raise them"
     _, program, url = service.raw["healthcheck"]["test"]
     assert os.access(DEPLOY / program, os.X_OK)
     assert program in DOCKERFILE.read_text(encoding="utf-8")
@@ -165,20 +152,6 @@ def test_the_example_of_an_env_file_has_every_required_variable() -> None:
     assert set(given["COMPOSE_PROFILES"].split(",")) <= {"gpu", "cpu", "monitoring"}
 
 
-def test_the_image_installs_hashed_packages_from_files_in_the_build_context() -> None:
-    text = DOCKERFILE.read_text(encoding="utf-8")
-    installs = re.findall(r"-m pip \S+ \S+ (?:install|wheel)(?:[^\n]*\\\n)*[^\n]*", text)
-    assert len(installs) == 3
-    assert all("--require-hashes" in words or "--no-index" in words for words in installs)
-    allowed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
-    names = [name for line in copied for name in line.replace("${EXTRA}", "cpu").split()]
-    assert "requirements/cpu.txt" in names
-    assert [n for n in names if f"!{n}" not in allowed or not (ROOT / n).exists()] == []
-    assert "*" in allowed
-    assert re.search(r"^ARG UID=[1-9]\d+$", text, re.MULTILINE)
-
-
 # --- Kubernetes ---------------------------------------------------------------------------
 
 
@@ -189,19 +162,14 @@ def test_the_pods_of_the_manifest_do_what_the_containers_of_the_compose_file_do(
     options, composed = parsed(serve["args"]), parsed(services()["server"].raw["command"])
     same = ("gpus", "host", "port", "grace_seconds", "log_format")
     assert {key: options[key] for key in same} == {key: composed[key] for key in same}
-    gpus = [each["resources"]["limits"]["nvidia.com/gpu"] for each in (serve, train)]
-    assert gpus == [len(options["gpus"]), 1]
     assert server["terminationGracePeriodSeconds"] >= options["grace_seconds"] + ANSWERS_S + 10
     address = {port["name"]: port["port"] for port in service["spec"]["ports"]}
-    (example,) = load_config(
-        DEPLOY / "config/two_channel.yaml"
-    ).rollout_matching.vllm.server.servers  # type: ignore[union-attr]
+    servers = load_config(DEPLOY / "config/two_channel.yaml").rollout_matching.vllm.server
+    assert servers is not None
+    (example,) = servers.servers
     assert address == {"http": options["port"], "weights": example.group_port}
     assert example.base_url == f"http://{service['metadata']['name']}:{options['port']}"
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    probes = {name: serve[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
-    assert probes == {"liveness": "/live/", "readiness": "/health/"}
-    assert train["args"][0] == "train_stage2.sh"
     (token,) = (variable["value"] for variable in train["env"])
     assert token == str(options["token_file"])
     assert [*secret["stringData"].values()] == [""], "an empty token is refused"
@@ -209,13 +177,8 @@ def test_the_pods_of_the_manifest_do_what_the_containers_of_the_compose_file_do(
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
     for pod, container in ((server, serve), (learner, train)):
         assert pod["securityContext"]["runAsNonRoot"]
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
         assert Path(token).is_relative_to(mounts["token"]["mountPath"])
         assert mounts["data"].get("readOnly", False) == (pod is server)
 
@@ -275,22 +238,6 @@ def start_words(unit: Path) -> list[str]:
     return shlex.split(filled.replace("%d", "/run/credentials"))
 
 
-@pytest.mark.parametrize("unit", [SERVER_UNIT, LEARNER_UNIT], ids=lambda unit: unit.stem)
-def test_a_unit_is_unprivileged_and_not_restarted_after_bad_input(unit: Path) -> None:
-    settings = settings_of(unit)
-    wanted = {
-        "User": "rollmatch",
-        "Restart": "on-failure",
-        "RestartPreventExitStatus": str(BAD_INPUT),
-        "KillMode": "mixed",
-        "NoNewPrivileges": "yes",
-        "CapabilityBoundingSet": "",
-        "LoadCredential": "rollout_server_token:/etc/rollmatch/token",
-    }
-    assert {key: settings[key] for key in wanted} == {k: [v] for k, v in wanted.items()}
-    assert settings["Type"] == ["exec"], "the programs do not notify systemd"
-
-
 @pytest.mark.req("RES-29")
 def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
     server = parsed(start_words(SERVER_UNIT))
@@ -301,6 +248,9 @@ def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
     assert str(server["token_file"]) == "/run/credentials/rollout_server_token"
     environment = settings_of(LEARNER_UNIT)["Environment"]
     assert "ROLLOUT_SERVER_TOKEN_FILE=%d/rollout_server_token" in environment
+    for unit in map(settings_of, (SERVER_UNIT, LEARNER_UNIT)):
+        assert unit["RestartPreventExitStatus"] == [str(BAD_INPUT)]
+        assert unit["User"] == ["rollmatch"]
     stop_s = int(settings_of(SERVER_UNIT)["TimeoutStopSec"][0].removesuffix("s"))
     assert stop_s >= server["grace_seconds"] + ANSWERS_S + 10
     environment_file = (SYSTEMD / "run.env").read_text(encoding="utf-8")
@@ -518,18 +468,19 @@ def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeu
         ({"CHECKPOINT": ""}, 1, "CHECKPOINT", set()),
         ({"YAML": "gone.yaml"}, 2, "the YAML has faults", set()),
         ({"SERVER_FAILS": "1"}, 1, "the servers did not start", {"srun", "rollout-server"}),
+        (
+            {"LEARNER_EXIT": "3"},
+            3,
+            "",
+            {"srun", "rollout-server", "torchrun", "umask", "server"},
+        ),
     ],
-    ids=["nodes", "no checkpoint", "no YAML", "servers fail"],
+    ids=["nodes", "no checkpoint", "no YAML", "servers fail", "learner fails"],
 )
-def test_a_job_that_cannot_work_ends_before_the_learner(
+def test_a_job_ends_with_the_code_of_what_failed(
     submit: Submit, environment: dict[str, str], code: int, message: str, log: set[str]
 ) -> None:
     job = submit(**environment)
     found, err = job.end()
     assert (found, message in err) == (code, True)
     assert {line.split()[0] for line in job.log} == log
-
-
-@pytest.mark.slow
-def test_a_job_ends_with_the_code_of_its_learner(submit: Submit) -> None:
-    assert submit(LEARNER_EXIT="3").end()[0] == 3
