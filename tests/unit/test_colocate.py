@@ -72,7 +72,6 @@ def four_gpus(tmp_path: Path) -> Path:
         ({CUDA_VISIBLE: "2,1"}, [2, 1]),
         ({CUDA_VISIBLE: ""}, []),
         ({CUDA_VISIBLE: "3,7,1"}, [3]),
-        ({CUDA_VISIBLE: "1,-1,0"}, [1]),
         ({CUDA_VISIBLE: f"{UUIDS[2]},{UUIDS[0]}"}, [2, 0]),
         ({CUDA_VISIBLE: "GPU-3333, GPU-8932f937-b"}, [3, 1]),
         ({CUDA_VISIBLE: "GPU-3333,GPU-8932f937"}, [3]),
@@ -160,7 +159,6 @@ def test_size_that_does_not_fit_gpus_or_processes_is_refused(
     [
         (2, [], None, 1),
         (2, [4, 5, 6], None, 2),
-        (4, [0, 1, 2, 3], None, 4),
         (4, [0, 1, 2, 3], 2, 2),
         (6, [*range(8)], None, 2),
         (3, [0, 1, 2], None, 1),
@@ -355,20 +353,6 @@ def starts(folder: Path) -> int:
 
 
 @pytest.mark.req("ROLL-03")
-def test_killed_server_is_started_again_at_its_address(tmp_path: Path) -> None:
-    with supervised(tmp_path, lives=9, pauses_s=(0.0, 0.0, 0.0)) as server:
-        address = server.base_url
-        os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: server.starts == 2)
-        server.await_ready()
-        assert (server.base_url, starts(tmp_path)) == (address, 2)
-        server.stop()
-        server.stop()
-        server.check()
-    assert starts(tmp_path) == 2
-
-
-@pytest.mark.req("ROLL-03")
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
         os.kill(server.pid, signal.SIGKILL)
@@ -379,22 +363,30 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
 
 
 @pytest.mark.req("ROLL-03")
-def test_server_that_was_steady_may_die_as_often_again(tmp_path: Path) -> None:
+def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often_again(
+    tmp_path: Path,
+) -> None:
     now = 0.0
-
-    def die_and_return(server: SupervisedServer, start: int) -> None:
-        os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: server.starts == start)
-        server.await_ready()
-
     with supervised(tmp_path, lives=9, pauses_s=(0.0,), clock=lambda: now) as server:
+        address = server.base_url
         for start in (2, 3):
             now += STEADY_S
-            die_and_return(server, start)
+            os.kill(server.pid, signal.SIGKILL)
+            wait_until(lambda start=start: server.starts == start)  # type: ignore[misc]
+            server.await_ready()
+            assert server.base_url == address
         now += STEADY_S - 1
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
     assert starts(tmp_path) == 3
+
+
+@pytest.mark.req("ROLL-03")
+def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, lives=9, pauses_s=(0.0,)) as server:
+        server.stop()
+        server.check()
+    assert starts(tmp_path) == 1
 
 
 # --- Room on the device -----------------------------------------------------------------
@@ -445,34 +437,22 @@ class Buffers:
 
 
 @pytest.mark.req("ROLL-03")
-def test_moved_tensors_come_back_unchanged() -> None:
+def test_moved_tensors_come_back_and_host_buffers_are_reused_and_freed_with_them() -> None:
     trained, twin, buffers = Trained(), Trained(), Buffers()
+    offload = Offload(trained.model, trained.optimizer, buffers)
     objects = [id(tensor) for tensor in trained.tensors()]
-    offload = Offload(trained.model, trained.optimizer, buffers)
-    with offload.room():
-        assert places(trained.tensors()) == places(buffers.alive)
-        assert all_equal(trained, twin), "a push sends from host memory"
-    assert [id(tensor) for tensor in trained.tensors()] == objects
-    assert all_equal(trained, twin)
-    for moved, kept in zip(trained.tensors(), twin.tensors(), strict=True):
-        assert (moved.dtype, moved.device) == (kept.dtype, kept.device)
-    for each in (trained, twin):
-        each.optimizer.step()
-    assert all_equal(trained, twin)
-
-
-@pytest.mark.req("ROLL-03")
-def test_host_buffers_are_reused_and_freed_with_their_tensors() -> None:
-    trained, twin, buffers = Trained(), Trained(), Buffers()
-    offload = Offload(trained.model, trained.optimizer, buffers)
     seen = []
     for _ in range(3):
         with offload.room():
             seen.append(places(trained.tensors()))
-            assert all_equal(trained, twin)
+            assert seen[-1] == places(buffers.alive)
+            assert all_equal(trained, twin), "a push sends from host memory"
+        assert [id(tensor) for tensor in trained.tensors()] == objects
+        assert all_equal(trained, twin)
         assert not places(trained.tensors()) & seen[0], "a step must not change the buffers"
         for each in (trained, twin):
             each.optimizer.step()
+        assert all_equal(trained, twin)
     assert seen[0] == seen[1] == seen[2]
     assert len(buffers.made) == len(trained.tensors())
     trained.optimizer.zero_grad()
@@ -501,12 +481,11 @@ def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
     before = [tensor.data_ptr() for tensor in trained.tensors()]
     with Offload(None, None, torch.empty_like).room():
         assert [tensor.data_ptr() for tensor in trained.tensors()] == before
-    weights = [weight.clone() for weight in trained.model.parameters()]
     with pytest.raises(RunError), Offload(trained.model, None, torch.empty_like).room():
         raise RunError("the push broke")
-    assert all(map(torch.equal, trained.model.parameters(), weights))
+    assert all_equal(trained, Trained())
     states = [v for s in trained.optimizer.state.values() for v in s.values()]
-    assert {state.data_ptr() for state in states} <= set(before)
+    assert places(states) <= set(before)
 
 
 # --- The backend ------------------------------------------------------------------------
@@ -575,20 +554,17 @@ class Scene(RolloutBackend):
         return [call for call in self.calls if not call.startswith("start")]
 
 
-def colocated(scene: Scene) -> ColocatedBackend:
-    """As on the CPU, where the server keeps its memory."""
-    return ColocatedBackend(scene, cast(Any, scene), scene.room)
-
-
-def on_one_gpu(scene: Scene) -> ColocatedBackend:
-    return ColocatedBackend(scene, cast(Any, scene), scene.room, cast(Any, scene))
+def colocated(scene: Scene, *, sleeps: bool = False) -> ColocatedBackend:
+    """sleeps: as on a GPU. On the CPU the server keeps its memory."""
+    server = cast(Any, scene)
+    return ColocatedBackend(scene, server, scene.room, server if sleeps else None)
 
 
 @pytest.mark.req("ROLL-03", "FULL-06")
 def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
     """It frees its memory before the learner restores its own. A push wakes it, too."""
     scene = Scene()
-    backend = on_one_gpu(scene)
+    backend = colocated(scene, sleeps=True)
     backend.sleep()
     for version in (1, 2):
         with backend.serving():
@@ -608,7 +584,7 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
 @pytest.mark.parametrize("keeps", [0, 1])
 def test_failed_rollout_raises_its_own_error_and_the_next_one_wakes_the_server(keeps: int) -> None:
     scene = Scene(fails=1, keeps=keeps)
-    backend = on_one_gpu(scene)
+    backend = colocated(scene, sleeps=True)
     with pytest.raises(RunError, match="nobody answers"):
         backend.rollout([], RequestConfig())
     turn = ["room", "rollout", "sleep", "restored"]
@@ -626,7 +602,7 @@ def test_server_that_keeps_its_memory_ends_the_run_unless_it_was_restarted(
     scene = Scene(keeps=1, restarts=restarts)
     ends = nullcontext() if restarts else pytest.raises(RunError, match="memory is stuck")
     with ends:
-        on_one_gpu(scene).rollout([], RequestConfig())
+        colocated(scene, sleeps=True).rollout([], RequestConfig())
     sleeps = ["sleep"] * (1 + restarts)
     assert scene.moves == ["room", "rollout", *sleeps, "restored"]
 

@@ -70,18 +70,13 @@ def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("ARCH-01")
-@pytest.mark.parametrize("name", ["check", "convert", "look"])
-def test_help_loads_nothing_heavy(name: str) -> None:
-    ended = command("learner.cli", "data", name, "--help")
-    assert ended.code == 0, ended.stderr
-    assert ended.heavy == set()
-
-
-@pytest.mark.req("ARCH-01")
-def test_a_check_of_files_loads_nothing_heavier_than_numpy(toy_data: ToyData) -> None:
-    ended = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
-    assert ended.code == 0, ended.stderr
-    assert ended.heavy <= {"numpy"}
+def test_reading_data_loads_no_torch(run_yaml: Path, toy_data: ToyData) -> None:
+    """Neither to check files nor to count the tokens of a run."""
+    check = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
+    look = command("learner.cli", "data", "look", "--config", str(run_yaml))
+    assert (check.code, look.code) == (0, 0), check.stderr + look.stderr
+    assert check.heavy <= {"numpy"}
+    assert "torch" not in look.heavy
 
 
 def test_problems_are_errors_in_three_parts_and_end_with_2(
@@ -101,15 +96,10 @@ def test_problems_are_errors_in_three_parts_and_end_with_2(
         ["1", "problem", "not", "JSON"],
         ["1", "warning", "same", "image", "in", "one", "file"],
     ]
-
-
-def test_a_limit_cuts_what_is_told_not_what_is_counted(terminal: Terminal, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", *["{"] * 50)
-    ended = terminal.data("check", path, "--limit", 2)
-    assert ended.err.count("error: ") == 2
-    assert ended.err.splitlines()[-1] == "... and 48 more"
-    assert words(ended.out)[-1] == ["50", "problem", "not", "JSON"]
-    assert terminal.data("check", path).err.count("error: ") == 50
+    limited = terminal.data("check", path, "--limit", 1)
+    assert limited.err.count("error: ") == 1
+    assert limited.err.splitlines()[-1] == "... and 2 more"
+    assert limited.out == ended.out
 
 
 def test_the_files_of_a_run_are_checked_against_its_limits(
@@ -139,8 +129,8 @@ def test_data_is_checked_before_there_is_a_checkpoint(
 @pytest.mark.parametrize("name", ["check", "look"])
 def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_yaml: Path) -> None:
     assert terminal.refused(name) == ("--config", "no data file")
-    beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
-    assert beside == ("--config", "data files beside it")
+    both = terminal.refused(name, "d.jsonl", "--config", run_yaml)
+    assert both == ("--config", "data files beside it")
 
 
 def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
@@ -169,10 +159,6 @@ def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_
     ]
     crowd = ["1", "annotations", "of", "a", "crowd", "left", "out", "annotation", "6"]
     assert crowd in words(ended.out)
-    assert words(ended.out)[-2:] == [
-        ["Left", "out:", str(left_out)],
-        ["Data", "file:", str(out)],
-    ]
     assert '"desc": "café"' in out.read_text(encoding="utf-8")
     named = [json.loads(line) for line in left_out.read_text().splitlines()]
     assert [(n["annotation_id"], n["image_id"], n["image"], n["reason"]) for n in named] == [
@@ -214,13 +200,6 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
         assert found.startswith(f"{out} cannot be made (")
     with pytest.raises(ContractError, match="cannot be made"):
         make_data(out, 1, 1, 0)
-
-
-@pytest.mark.req("ARCH-01")
-def test_statistics_of_a_run_have_its_tokens_without_torch(run_yaml: Path) -> None:
-    ended = command("learner.cli", "data", "look", "--config", str(run_yaml))
-    assert ended.code == 0, ended.stderr
-    assert "torch" not in ended.heavy
 
 
 def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:
