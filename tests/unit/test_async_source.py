@@ -188,9 +188,6 @@ class Actor:
 ActorOf = Callable[..., Actor]
 
 
-# --- The tests ---------------------------------------------------------------------------
-
-
 ASYNC = "stage2_ab/async"
 N_SAMPLES = 12
 
@@ -242,35 +239,22 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     return wanted, trained
 
 
-@pytest.mark.req("STEP-02", "ASYNC-01")
-@pytest.mark.parametrize("free", [True, False])
-def test_every_sample_is_trained_on_once_with_early_and_late_answers(
-    actor_of: ActorOf, samples: list[Sample], *, free: bool
+@pytest.mark.req("STEP-02", "ASYNC-01", "RUN-01")
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("free", [True, False], ids=["early", "late"])
+def test_every_sample_is_trained_on_once(
+    actor_of: ActorOf, samples: list[Sample], *, free: bool, resumed: bool
 ) -> None:
     actor = actor_of(free=free)
-    steps = [step_of(actor, step) for step in range(N_SAMPLES // BATCH)]
+    steps = [step_of(actor, step) for step in range(3)]
+    if resumed:
+        state, actor = actor.source.state(), actor_of(free=free)
+        actor.source.restore(state)
+    steps += [step_of(actor, step) for step in range(3, N_SAMPLES // BATCH)]
     trained = [sample_id for _, ids in steps for sample_id in ids]
     assert sorted(trained) == sorted(sample.sample_id for sample in samples)
     if not free:
         assert {channel for channel, _ in steps} == {"A"}
-
-
-@pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
-def test_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
-    actor_of: ActorOf, config: Config, samples: list[Sample]
-) -> None:
-    actor = actor_of()
-    logged: list[dict[str, Any]] = []
-    runner, model = actor.runner(logged.append), actor.parts.loaded.model
-    actor.begin(0)
-    reports = [runner.run(model, samples[:2], 0, PlainEngine())[1]]
-    assert actor.make_ready() == 0
-    reports.append(runner.run(model, samples[:2], 1, PlainEngine())[1])
-    assert [report.channel for report in reports] == ["A", "B"], "batch 1, then batch 0"
-    base = rollout_seed_base(config.training.seed, 0)
-    assert [record.get("rollout_seed_base") for record in logged] == [None, base]
-    assert [report.metrics.get("rollout/seed_base") for report in reports] == [None, base]
-    assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
 # --- Versions ---------------------------------------------------------------------------
@@ -311,22 +295,29 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
 # --- Scenarios ----------------------------------------------------------------------------
 
 
-@pytest.mark.req("ASYNC-01", "STEP-01")
-def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf) -> None:
+@pytest.mark.req("ASYNC-01", "STEP-01", "RES-23", "SEED-02")
+def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config: Config) -> None:
+    """The batch is trained on by the next step, which logs the batch's seeds."""
     actor = actor_of()
-    runner, model = actor.runner(), actor.parts.loaded.model
+    logged: list[dict[str, Any]] = []
+    runner, model = actor.runner(logged.append), actor.parts.loaded.model
     _, skipped = runner.run(model, actor.batch(0), 0, PlainEngine())
     assert skipped.channel == "A"
     assert skipped.metrics["step/channel_b"] == 0
     assert skipped.metrics[f"{ASYNC}/b_step_skipped_due_to_queue"] == 1
     assert skipped.metrics[f"{ASYNC}/ready_packs"] == 0
-    actor.make_ready()
+    assert actor.make_ready() == 0
     _, trained = runner.run(model, actor.batch(1), 1, PlainEngine())
     assert trained.channel == "B"
     assert f"{ASYNC}/b_step_skipped_due_to_queue" not in trained.metrics
     assert trained.metrics[f"{ASYNC}/ready_packs"] == 1
     assert trained.metrics[f"{ASYNC}/version_lag"] == 1, "pushed before each of the two steps"
     assert trained.metrics["sync/weights_version"] == 1
+    base = rollout_seed_base(config.training.seed, 0)
+    assert [record.get("rollout_seed_base") for record in logged] == [None, base]
+    seeds = [report.metrics.get("rollout/seed_base") for report in (skipped, trained)]
+    assert seeds == [None, base]
+    assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
 @pytest.mark.req("ASYNC-01")
@@ -392,16 +383,6 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
 
 
 # --- Beginning and end ------------------------------------------------------------------
-
-
-@pytest.mark.req("STEP-02", "RUN-01")
-def test_resumed_run_trains_on_the_rest(actor_of: ActorOf, samples: list[Sample]) -> None:
-    first, again = actor_of(free=True), actor_of(free=True)
-    steps = [step_of(first, step) for step in range(3)]
-    again.source.restore(first.source.state())
-    steps += [step_of(again, step) for step in range(3, 6)]
-    trained = [sample_id for _, ids in steps for sample_id in ids]
-    assert sorted(trained) == sorted(sample.sample_id for sample in samples)
 
 
 @pytest.mark.req("ASYNC-01")
