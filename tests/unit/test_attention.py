@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import (
-    attention_of,
     packed_attention,
     packed_bounds,
 )
@@ -48,7 +46,6 @@ Load = Callable[..., LoadedModel]
 @pytest.fixture
 def load(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Load:
     """The toy model by a small run's config with these sections."""
-
     return partial(load_small, toy_checkpoint, toy_data, tmp_path)
 
 
@@ -99,21 +96,9 @@ def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> Non
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_on_cuda_one_kernel_takes_all_segments() -> None:
-    """On fake tensors; its sums of squares are those of the segments."""
-    shapes = Shapes()
-    with FakeTensorMode(), as_on_cuda(), shapes:
-        q, k, v = (torch.empty(1, heads, 4096, 8) for heads in (4, 2, 2))
-        starts = torch.empty(9, dtype=torch.int32)
-        found, _ = packed_attention(
-            torch.nn.Module(), q, k, v, None, 0.5, **packed_bounds(starts, 512)
-        )
-    assert found.shape == (1, 4096, 4, 8)
-    assert not shapes.with_sides(4096, 4096)
-
-
-@pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("tuner", "again"), [({"train_type": "full"}, False), (LORA, True)], ids=["full", "lora"]
+)
 def test_no_tensor_has_the_length_of_the_row_twice(
     load: Load, samples: list[Sample], tuner: dict[str, object], again: bool
 ) -> None:
@@ -246,10 +231,6 @@ def test_images_whose_bounds_are_wrong_are_noticed(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("choice", ["flash_attention_2", "flash_attention_3"])
-def test_flash_attention_that_is_not_installed_is_refused_before_the_model_is_read(
-    load: Load, choice: str
-) -> None:
-    with pytest.raises(ContractError, match=rf"attn_implementation: {choice} is not installed"):
-        attention_of(choice)  # type: ignore[arg-type]
+def test_flash_attention_that_is_not_installed_is_refused(load: Load, choice: str) -> None:
     with pytest.raises(ContractError, match=rf"attn_implementation: {choice} is not installed"):
         load(model={"attn_implementation": choice})

@@ -192,11 +192,7 @@ TUNER = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
             2,
             'error: tuner.target_modules[2]\n  found: ".*k_proj" is the end of no',
         ),
-        (
-            {"tuner": TUNER | {"target_modules": ["q_proj", "layers.0.self_attn.v_proj"]}},
-            0,
-            "",
-        ),
+        ({"tuner": TUNER | {"target_modules": ["q_proj", "layers.0.self_attn.v_proj"]}}, 0, ""),
     ],
     ids=["a model of the hub", "modules that are not there", "modules that are there"],
 )
