@@ -1,9 +1,8 @@
 """Attention within the segments of a packed row: as separate rows have it, and at what cost."""
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import (
     packed_attention,
     packed_bounds,
 )
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import packed_forward
 from learner.models.packing_check import check_packing
 from learner.objectives.numerics import as_on_cuda
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.device_waits import Waits, counting_waits, on_device
-from tests.unit.fake_step import put_on_fakes, step_model
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
-from tests.unit.small_run import small_mapping
-from tests.unit.tensor_shapes import Shapes
 from tests.unit.toy_learner import ToyLearner
 
 pytestmark = pytest.mark.req("FULL-01")
@@ -96,27 +90,6 @@ def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> Non
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("tuner", "again"), [({"train_type": "full"}, False), (LORA, True)], ids=["full", "lora"]
-)
-def test_no_tensor_has_the_length_of_the_row_twice(
-    load: Load, samples: list[Sample], tuner: dict[str, object], again: bool
-) -> None:
-    learner = ToyLearner(load(model={"gradient_checkpointing": again}, tuner=tuner))
-    pack = learner.pack(samples)
-    shapes = Shapes()
-    with shapes:
-        learner.loss(pack).total.backward()
-    assert not shapes.with_sides(len(pack), len(pack))
-    assert shapes.with_sides(len(pack))
-    model: Any = learner.model
-    (model.base_model.model if tuner is LORA else model).set_attn_implementation("sdpa")
-    dense = Shapes()
-    with dense:
-        learner.loss(pack).total.backward()
-    assert dense.with_sides(len(pack), len(pack))
-
-
 def test_a_forward_without_bounds_is_that_of_sdpa(
     loaded: LoadedModel, toy_checkpoint: Path, samples: list[Sample]
 ) -> None:
@@ -139,80 +112,58 @@ def test_a_forward_without_bounds_is_that_of_sdpa(
     assert torch.allclose(alone, wanted, atol=1e-5)
 
 
-def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: list[Sample]) -> None:
-    loaded = load()
-    pack = ToyLearner(loaded).pack(samples)
-    calls = Counter[tuple[int, ...]]()
+class CudaCalls(TorchDispatchMode):
+    """As on CUDA: counts the calls of its kernel by tokens and heads, and waits for a value.
 
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if func._schema.name == "torch_attn::_varlen_attn":
-                calls[tuple(args[0].shape)[:2]] += 1
-                return args[0], torch.empty(0), torch.empty(0)  # the CPU has no such kernel
-            return func(*args, **(kwargs or {}))
+    A wait: a number is asked for, or a mask decides the size of a result.
+    """
 
-    counting = Calls()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), counting, as_on_cuda():
-        packed_logits(loaded.model, pack)
-    config: Any = loaded.model.config
-    text, vision = config.text_config, config.vision_config
-    assert pack.pixel_values is not None
-    assert calls == {
-        (len(pack), text.num_attention_heads): text.num_hidden_layers,
-        (len(pack.pixel_values), vision.num_heads): vision.depth,
-    }
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = Counter[tuple[int, ...]]()
+        self.waits = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "torch_attn::_varlen_attn":
+            self.kernels[tuple(args[0].shape)[:2]] += 1
+            return args[0], torch.empty(0), torch.empty(0)  # the CPU has no such kernel
+        masks = [each for each in tree_leaves(args) if getattr(each, "dtype", None) == torch.bool]
+        if name in ("aten::_local_scalar_dense", "aten::nonzero") or (masks and "index" in name):
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def deep(toy_checkpoint: Path, tmp_path: Path) -> Path:
-    """The toy checkpoint's files with twice as many layers, without weights."""
-    folder = tmp_path / "deep"
-    shutil.copytree(toy_checkpoint, folder)
-    described = json.loads((folder / "config.json").read_text())
-    described["text_config"]["num_hidden_layers"] *= 2
-    described["vision_config"]["depth"] *= 2
-    described["text_config"].pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(described))
-    return folder
+def twice_as_deep(model: Any) -> None:
+    """Append a copy of all layers of text and of images."""
+    text, vision = model.model.language_model, model.model.visual
+    for layers in (text.layers, vision.blocks):
+        layers.extend(deepcopy(layers))
+    text.config.num_hidden_layers *= 2
+    vision.config.depth *= 2
 
 
-@pytest.mark.parametrize(("choice", "again"), [("auto", True), ("sdpa", False)])
-def test_a_gpu_is_waited_for_as_often_whatever_the_depth(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    deep: Path,
-    samples: list[Sample],
-    again: bool,
-    choice: str,
+def test_on_cuda_one_call_of_each_layer_takes_all_images_and_no_layer_waits(
+    loaded: LoadedModel, samples: list[Sample]
 ) -> None:
-    """Twice for each deepstack level forward and three times backward, and for a check of sizes."""
-
-    def waits(checkpoint: Path) -> Waits:
-        model = {"gradient_checkpointing": again, "attn_implementation": choice}
-        config = parse_config(
-            merge(small_mapping(checkpoint, toy_data, tmp_path / "run"), {"model": model})
-        )
-        loaded = step_model(config)
-        pack = ToyLearner(loaded).pack(samples)
-        assert pack.image_grid_thw is not None
-        assert len(pack.image_grid_thw) > 2
-        with counting_waits(pack) as (mode, found):
-            put_on_fakes(loaded.model)
-            there = on_device(mode, pack)
-            some = packed_forward(loaded.model, there, lambda x: x.head(x.hidden[-3:]))
-            some.sum().backward()
-        return found
-
-    found = waits(toy_checkpoint)
-    of_levels = {"_deepstack_process": 2, "backward": 3}
-    assert found.asked == {"torch_compilable_check": 1, **of_levels}
-    assert choice == "sdpa" or not found.mixed  # the fakes' masks of `sdpa` are made on the host
-    # transformers looks for segments in the positions, and waits, but not for fake tensors.
-    assert ("aten::cumsum" in found.operations) == (choice == "sdpa")
-    assert waits(deep).asked == found.asked
+    pack = ToyLearner(loaded).pack(samples)
+    assert pack.pixel_values is not None
+    waits = []
+    for _ in range(2):
+        calls = CudaCalls()
+        with torch.no_grad(), calls, as_on_cuda():
+            packed_logits(loaded.model, pack)
+        config: Any = loaded.model.config
+        text, vision = config.text_config, config.vision_config
+        assert calls.kernels == {
+            (len(pack), text.num_attention_heads): text.num_hidden_layers,
+            (len(pack.pixel_values), vision.num_heads): vision.depth,
+        }
+        waits.append(calls.waits)
+        twice_as_deep(loaded.model)
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.req("PACK-04")

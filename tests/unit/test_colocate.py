@@ -243,21 +243,6 @@ def test_more_processes_than_gpus_on_a_machine_are_refused(four_gpus: Path) -> N
     check_launcher({"LOCAL_WORLD_SIZE": "2"}, four_gpus / "none")
 
 
-@pytest.mark.req("ROLL-03")
-def test_learner_trains_on_the_first_gpu_of_its_server(
-    four_gpus: Path, checkpoint: dict[str, Any], tmp_path: Path
-) -> None:
-    config, environment = config_of(model=checkpoint), {CUDA_VISIBLE: "2,1,3"}
-    placement = check_backend(config, environment, four_gpus)
-    assert placement is not None
-    narrowed = environment | learner_environment(placement)
-    assert visible_gpus(narrowed, four_gpus) == [2]
-    assert server_settings(config, placement, [tmp_path], "ipc", 640)["gpus"] == [2, 1]
-    assert learner_environment(place(VllmConfig(), [])) == {}
-    assert check_backend(config_of({"rollout_backend": "hf"}), environment, four_gpus) is None
-    assert learner_environment(None) == {}
-
-
 @pytest.mark.req("SYNC-01", "RES-04")
 def test_adapters_of_several_processes_are_refused(checkpoint: dict[str, Any]) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}

@@ -79,27 +79,18 @@ def test_reading_data_loads_no_torch(run_yaml: Path, toy_data: ToyData) -> None:
     assert "torch" not in look.heavy
 
 
-def test_problems_are_errors_in_three_parts_and_end_with_2(
+def test_problems_end_with_2_and_a_limit_cuts_what_is_told_not_what_is_counted(
     terminal: Terminal, tmp_path: Path
 ) -> None:
-    paint_all(tmp_path, ["a.png", "b.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png"), line("a.png"), "{", line("b.png"), "")
-    ended = terminal.data("check", path)
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png"), "{", line("a.png"), "")
+    ended = terminal.data("check", path, "--limit", 1)
     assert ended.code == 2
     told = ended.err.splitlines()
-    heads = [f"error: {path}:3", f"error: {path}:5", f"warning: {path}:2"]
-    assert told[::3] == heads
-    assert told[4:6] == ["  found: the line is empty", "  do: Remove it."]
-    assert words(ended.out)[1][1:] == ["3", "0", "2", "1"]
-    assert words(ended.out)[4:] == [
-        ["1", "problem", "empty", "line"],
-        ["1", "problem", "not", "JSON"],
-        ["1", "warning", "same", "image", "in", "one", "file"],
-    ]
-    limited = terminal.data("check", path, "--limit", 1)
-    assert limited.err.count("error: ") == 1
-    assert limited.err.splitlines()[-1] == "... and 2 more"
-    assert limited.out == ended.out
+    assert (told[0], told[-1]) == (f"error: {path}:2", "... and 2 more")
+    assert len(told) == 4
+    assert words(ended.out)[1][1:] == ["2", "0", "2", "1"]
+    assert len(words(ended.out)) == 7
 
 
 def test_the_files_of_a_run_are_checked_against_its_limits(
@@ -133,7 +124,7 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
     assert both == ("--config", "data files beside it")
 
 
-def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_conversion_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     size = {"width": 64, "height": 48}
     cat = {"image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40]}
@@ -153,12 +144,6 @@ def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_
     command = ("convert", "--from", "coco", coco, out, "--left-out", left_out)
     ended = terminal.data(*command)
     assert (ended.code, ended.err) == (0, "")
-    assert [row[:3] for row in words(ended.out)[1:3]] == [
-        ["2", "images", "1"],
-        ["5", "annotations", "1"],
-    ]
-    crowd = ["1", "annotations", "of", "a", "crowd", "left", "out", "annotation", "6"]
-    assert crowd in words(ended.out)
     assert '"desc": "café"' in out.read_text(encoding="utf-8")
     named = [json.loads(line) for line in left_out.read_text().splitlines()]
     assert [(n["annotation_id"], n["image_id"], n["image"], n["reason"]) for n in named] == [
@@ -211,11 +196,7 @@ def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) ->
 
 
 def test_samples_are_shown(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
-    for arguments, count in (
-        ([], 16),
-        (["--samples", 3, "--seed", 7], 3),
-        (["--lines", "24, 3,3"], 2),
-    ):
+    for arguments, count in (([], 16), (["--samples", 3], 3), (["--lines", "24, 3,3"], 2)):
         out = tmp_path / str(count)
         ended = terminal.data("look", toy_data.train_jsonl, "--out", out, *arguments)
         assert (ended.code, ended.err) == (0, "")
