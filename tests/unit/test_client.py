@@ -235,30 +235,26 @@ def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> Non
         assert len(client.infer(CALL, server_epoch="a-0")) == 1
 
 
-@pytest.mark.req("CFG-06")
-@pytest.mark.parametrize("reply", [GONE, HangUp()])
-def test_call_ends_when_the_server_stops_living(server: ScriptedServer, reply: Reply) -> None:
-    script = LiveScript([live("a-0"), reply], enough=100)
-    script.install(server)
-    with watching(server) as client, pytest.raises(ServerUnreachable) as caught:
-        client.infer(CALL)
-    script.done.set()
-    assert script.seen == 4
-    assert f"POST {server.base_url}/infer/: the server is gone" in str(caught.value)
-    assert "/live/ failed 3 times in a row" in str(caught.value)
-
-
 @pytest.mark.req("CFG-06", "SYNC-07")
-@pytest.mark.parametrize(("epoch", "epochs"), [("a-0", ["b-0"]), (None, ["a-0", "a-1", "b-0"])])
-def test_call_ends_when_another_process_answers(
-    server: ScriptedServer, epoch: str | None, epochs: list[str]
+@pytest.mark.parametrize(
+    ("epoch", "replies", "seen", "found"),
+    [
+        (None, [live("a-0"), GONE], 4, "the server is gone: /live/ failed 3 times in a row"),
+        (None, [live("a-0"), HangUp()], 4, "the server is gone: /live/ failed 3 times in a row"),
+        ("a-0", [live("b-0")], 1, "was restarted"),
+        (None, [live("a-0"), live("a-1"), live("b-0")], 3, "was restarted"),
+    ],
+)
+def test_call_ends_when_the_server_stops_living_or_another_process_answers(
+    server: ScriptedServer, epoch: str | None, replies: list[Reply], seen: int, found: str
 ) -> None:
-    script = LiveScript([live(one) for one in epochs], enough=100)
+    script = LiveScript(replies, enough=100)
     script.install(server)
-    with watching(server) as client, pytest.raises(ServerUnreachable, match="was restarted"):
+    with watching(server) as client, pytest.raises(ServerUnreachable, match=found) as caught:
         client.infer(CALL, epoch)
     script.done.set()
-    assert script.seen == len(epochs)
+    assert script.seen == seen
+    assert f"POST {server.base_url}/infer/: " in str(caught.value)
 
 
 @pytest.mark.req("CFG-06", "SRV-07")

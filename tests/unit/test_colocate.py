@@ -43,9 +43,11 @@ WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
 
 
+BARE["rollout_matching"] = {"max_new_tokens": 16}
+
+
 def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
-    section = {"max_new_tokens": 16, **(rollout or {})}
-    return parse_config(merge(BARE, {"rollout_matching": section, **sections}))
+    return parse_config(merge(BARE, {"rollout_matching": rollout or {}, **sections}))
 
 
 # --- Its GPUs ---------------------------------------------------------------------------
@@ -217,55 +219,54 @@ def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> No
 # --- Checks before anything is started --------------------------------------------------
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> dict[str, Any]:
-    """A section for a checkpoint with weights."""
-    (tmp_path / "model.safetensors").touch()
-    return {"model": str(tmp_path)}
-
-
-@pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize("library", ["DeepSpeed", "FSDP"])
-def test_launcher_that_shards_the_model_is_refused(library: str) -> None:
-    variable = f"ACCELERATE_USE_{library.upper()}"
-    with pytest.raises(ContractError, match=library) as caught:
-        check_launcher({variable: "true"})
-    assert caught.value.where == variable
-    check_launcher({variable: "false"})
-
-
-@pytest.mark.req("DDP-01")
-def test_more_processes_than_gpus_on_a_machine_are_refused(four_gpus: Path) -> None:
-    with pytest.raises(ContractError, match="2 GPUs are visible to 3 learner processes") as caught:
-        check_launcher({"LOCAL_WORLD_SIZE": "3", CUDA_VISIBLE: "0,1"}, four_gpus)
-    assert caught.value.where == CUDA_VISIBLE
-    check_launcher({"LOCAL_WORLD_SIZE": "4"}, four_gpus)
+@pytest.mark.req("ROLL-03", "DDP-01")
+@pytest.mark.parametrize(
+    ("environment", "where", "found"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP", "FSDP"),
+        (
+            {"LOCAL_WORLD_SIZE": "3", CUDA_VISIBLE: "0,1"},
+            CUDA_VISIBLE,
+            "2 GPUs are visible to 3 learner processes",
+        ),
+    ],
+)
+def test_launcher_that_shards_the_model_or_starts_too_many_processes_is_refused(
+    four_gpus: Path, environment: dict[str, str], where: str, found: str
+) -> None:
+    with pytest.raises(ContractError, match=found) as caught:
+        check_launcher(environment, four_gpus)
+    assert caught.value.where == where
+    check_launcher({"ACCELERATE_USE_FSDP": "false", "LOCAL_WORLD_SIZE": "4"}, four_gpus)
     check_launcher({"LOCAL_WORLD_SIZE": "2"}, four_gpus / "none")
 
 
-@pytest.mark.req("SYNC-01", "RES-04")
-def test_adapters_of_several_processes_are_refused(checkpoint: dict[str, Any]) -> None:
-    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-    vllm = {"enable_lora": True, "sync": {"mode": "auto"}}
-    config = config_of({"vllm": vllm}, model=checkpoint, tuner=tuner)
-    with pytest.raises(ContractError) as caught:
-        check_backend(config, {CUDA_VISIBLE: "", "WORLD_SIZE": "2"})
-    assert caught.value.where == "rollout_matching.vllm.sync.mode"
-    check_backend(config, {CUDA_VISIBLE: ""})
+LORA = {"tuner": {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}}
+ADAPTERS = {"vllm": {"enable_lora": True, "sync": {"mode": "auto"}}}
 
 
-@pytest.mark.req("ROLL-03")
-def test_processes_on_several_machines_are_refused(checkpoint: dict[str, Any]) -> None:
-    there = {CUDA_VISIBLE: "", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    with pytest.raises(ContractError, match="2 of 4 learner processes") as caught:
-        check_backend(config_of(model=checkpoint), there)
-    assert caught.value.where == "rollout_matching.vllm.mode"
-
-
-def test_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
+@pytest.mark.req("ROLL-03", "SYNC-01", "RES-04")
+@pytest.mark.parametrize(
+    ("rollout", "environment", "where", "found"),
+    [
+        (ADAPTERS, {"WORLD_SIZE": "2"}, "vllm.sync.mode", "2 learner processes"),
+        ({}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "vllm.mode", "2 of 4 learner processes"),
+    ],
+    ids=["adapters", "machines"],
+)
+def test_processes_that_no_colocated_server_can_serve_are_refused(
+    tmp_path: Path, rollout: dict[str, Any], environment: dict[str, str], where: str, found: str
+) -> None:
+    config = config_of(rollout, model={"model": str(tmp_path)}, **LORA)
     with pytest.raises(ContractError, match="safetensors") as caught:
-        check_backend(config_of(model={"model": str(tmp_path)}), {CUDA_VISIBLE: ""})
+        check_backend(config, {CUDA_VISIBLE: ""})
     assert caught.value.where == "model.model"
+    (tmp_path / "model.safetensors").touch()
+    check_backend(config, {CUDA_VISIBLE: ""})
+    with pytest.raises(ContractError, match=found) as caught:
+        check_backend(config, {CUDA_VISIBLE: "", **environment})
+    assert caught.value.where == f"rollout_matching.{where}"
 
 
 def test_address_towards_loopback_is_loopback_and_can_be_bound() -> None:
@@ -539,7 +540,7 @@ class Scene(RolloutBackend):
         return [call for call in self.calls if not call.startswith("start")]
 
 
-def colocated(scene: Scene, *, sleeps: bool = False) -> ColocatedBackend:
+def colocated(scene: Scene, *, sleeps: bool) -> ColocatedBackend:
     """sleeps: as on a GPU. On the CPU the server keeps its memory."""
     server = cast(Any, scene)
     return ColocatedBackend(scene, server, scene.room, server if sleeps else None)
@@ -566,38 +567,35 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
 
 
 @pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize("keeps", [0, 1])
-def test_failed_rollout_raises_its_own_error_and_the_next_one_wakes_the_server(keeps: int) -> None:
-    scene = Scene(fails=1, keeps=keeps)
-    backend = colocated(scene, sleeps=True)
-    with pytest.raises(RunError, match="nobody answers"):
-        backend.rollout([], RequestConfig())
-    turn = ["room", "rollout", "sleep", "restored"]
-    assert scene.moves == turn
-    if not keeps:
-        backend.rollout([], RequestConfig())
-        assert scene.moves == [*turn, "room", "wake up", *turn[1:]]
-
-
-@pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize("restarts", [True, False])
-def test_server_that_keeps_its_memory_ends_the_run_unless_it_was_restarted(
-    restarts: bool,
+@pytest.mark.parametrize(
+    ("scene", "error", "moves"),
+    [
+        (Scene(fails=1), "nobody answers", ["rollout", "sleep"]),
+        (Scene(fails=1, keeps=1), "nobody answers", ["rollout", "sleep"]),
+        (Scene(keeps=1), "its memory is stuck", ["rollout", "sleep"]),
+        (Scene(keeps=1, restarts=True), None, ["rollout", "sleep", "sleep"]),
+        (Scene(fails=2, restarts=True), None, ["rollout"] * 3 + ["sleep"]),
+    ],
+    ids=["fails", "fails and keeps", "keeps", "keeps until a restart", "fails until a restart"],
+)
+def test_failed_rollout_raises_its_own_error_and_a_restarted_server_is_asked_again(
+    scene: Scene, error: str | None, moves: list[str]
 ) -> None:
-    scene = Scene(keeps=1, restarts=restarts)
-    ends = nullcontext() if restarts else pytest.raises(RunError, match="memory is stuck")
-    with ends:
+    with nullcontext() if error is None else pytest.raises(RunError, match=error):
         colocated(scene, sleeps=True).rollout([], RequestConfig())
-    sleeps = ["sleep"] * (1 + restarts)
-    assert scene.moves == ["room", "rollout", *sleeps, "restored"]
+    assert scene.moves == ["room", *moves, "restored"]
+    waits = [call for call in scene.calls if call.startswith("start")]
+    assert waits[-1] == f"start {scene.starts} is ready"
 
 
 @pytest.mark.req("ROLL-03")
-def test_rollout_is_repeated_after_a_restart_of_the_server() -> None:
-    scene = Scene(fails=2, restarts=True)
-    assert colocated(scene).rollout([], RequestConfig()) == []
-    asked = [f"start {start} is ready" for start in (1, 2, 3)]
-    assert [call for call in scene.calls if call != "rollout"] == ["room", *asked, "restored"]
+def test_rollout_after_a_failed_one_wakes_the_server() -> None:
+    scene = Scene(fails=1)
+    backend = colocated(scene, sleeps=True)
+    with pytest.raises(RunError):
+        backend.rollout([], RequestConfig())
+    backend.rollout([], RequestConfig())
+    assert scene.moves[4:] == ["room", "wake up", "rollout", "sleep", "restored"]
 
 
 @pytest.mark.req("ROLL-03", "SYNC-08")
@@ -626,5 +624,5 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
 def test_server_is_stopped_although_close_fails() -> None:
     scene = Scene(fails=1)
     with pytest.raises(RunError):
-        colocated(scene).close()
+        colocated(scene, sleeps=False).close()
     assert scene.calls[-1] == "stop"
