@@ -37,6 +37,8 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted
 
+pytestmark = pytest.mark.req("ASYNC-01")
+
 PATIENCE_S = 60.0
 BATCH = 2
 
@@ -173,17 +175,6 @@ class Actor:
             with suppress(Empty):
                 return self.servers.asked.get(timeout=0.01)
 
-    def push_after_a_round(self) -> None:
-        """The first round of a batch is answered before a push, the second one after it."""
-        self.begin(0)
-        self.servers.next_asked()
-        self.servers.allow()
-        self.servers.next_asked()
-        self.servers.fails.append(PushNeeded("no server has the weights"))
-        self.servers.allow()
-        self.begin_until_asked(1)
-        self.servers.allow()
-
 
 ActorOf = Callable[..., Actor]
 
@@ -239,7 +230,7 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     return wanted, trained
 
 
-@pytest.mark.req("STEP-02", "ASYNC-01", "RUN-01")
+@pytest.mark.req("STEP-02", "RUN-01")
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("free", [True, False], ids=["early", "late"])
 def test_every_sample_is_trained_on_once(
@@ -257,10 +248,7 @@ def test_every_sample_is_trained_on_once(
         assert {channel for channel, _ in steps} == {"A"}
 
 
-# --- Versions ---------------------------------------------------------------------------
-
-
-@pytest.mark.req("SYNC-09", "ASYNC-01")
+@pytest.mark.req("SYNC-09")
 def test_push_waits_for_answers_and_no_request_is_sent_before_it_ends(actor_of: ActorOf) -> None:
     actor = actor_of()
     actor.begin(0)
@@ -292,10 +280,7 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
         over.result()
 
 
-# --- Scenarios ----------------------------------------------------------------------------
-
-
-@pytest.mark.req("ASYNC-01", "STEP-01", "RES-23", "SEED-02")
+@pytest.mark.req("STEP-01", "RES-23", "SEED-02")
 def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config: Config) -> None:
     """The batch is trained on by the next step, which logs the batch's seeds."""
     actor = actor_of()
@@ -320,7 +305,6 @@ def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config
     assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
-@pytest.mark.req("ASYNC-01")
 def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf) -> None:
     actor = actor_of(version_window=1)
     runner, model = actor.runner(), actor.parts.loaded.model
@@ -335,11 +319,17 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
     assert report.channel == "A", "only the stale pack was there"
 
 
-@pytest.mark.req("ASYNC-01")
 def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     """The pack of the first sample is not full when the weights change."""
     actor = actor_of(round_size=1, sync_every_steps=100)
-    actor.push_after_a_round()
+    actor.begin(0)
+    actor.servers.next_asked()
+    actor.servers.allow()
+    actor.servers.next_asked()
+    actor.servers.fails.append(PushNeeded("no server has the weights"))
+    actor.servers.allow()
+    actor.begin_until_asked(1)
+    actor.servers.allow()
     assert actor.policy.version == 2
     assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
     feed = actor.feed(1)
@@ -348,7 +338,6 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     assert packs == [[first], [second]], "both fit into one pack"
 
 
-@pytest.mark.req("ASYNC-01")
 def test_async_queue_invariant_violation_raises_actionable_error(actor_of: ActorOf) -> None:
     """Channel B is scheduled although no batch is ready."""
     actor = actor_of(version_window=2)
@@ -360,10 +349,7 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
     assert "the queue holds nothing; newest version 1, version_window 2, queue_limit 8" in told
 
 
-# --- Several processes ------------------------------------------------------------------
-
-
-@pytest.mark.req("ASYNC-01", "DDP-01")
+@pytest.mark.req("DDP-01")
 def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     parts: Parts, config: Config, samples: list[Sample]
 ) -> None:
@@ -382,10 +368,6 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     assert told == ["learner process 1 failed: the server refuses", "the server refuses"]
 
 
-# --- Beginning and end ------------------------------------------------------------------
-
-
-@pytest.mark.req("ASYNC-01")
 @pytest.mark.parametrize("at", ["nothing", "gate", "room", "answer"])
 def test_prefetcher_ends_with_the_run(actor_of: ActorOf, at: str) -> None:
     """at: where it waits. The fixture checks that its thread has ended."""
@@ -430,7 +412,6 @@ def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
     return batch
 
 
-@pytest.mark.req("ASYNC-01")
 def test_batch_that_never_fits_is_a_contract_error() -> None:
     buffer = buffer_at(3, limit=4)
     make(buffer, 2)

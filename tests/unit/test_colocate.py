@@ -28,7 +28,6 @@ from learner.training.input_checks import check_backend, check_launcher
 from learner.types import RolloutOutput
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
-from rollout_server.settings.preflight import check_gpus
 from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -42,6 +41,8 @@ from tests.unit.ranks_in_threads import in_ranks
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
 
+
+pytestmark = pytest.mark.req("ROLL-03")
 
 BARE["rollout_matching"] = {"max_new_tokens": 16}
 
@@ -66,7 +67,6 @@ def four_gpus(tmp_path: Path) -> Path:
     return tmp_path / "gpus"
 
 
-@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(
     ("environment", "gpus"),
     [
@@ -87,7 +87,7 @@ def test_visible_gpus_are_those_that_cuda_shows(
     assert visible_gpus(environment, four_gpus / "none") == []
 
 
-@pytest.mark.req("ROLL-03", "FULL-10")
+@pytest.mark.req("FULL-10")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -103,21 +103,7 @@ def test_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str) 
     assert "nvidia-smi -L" in caught.value.do
 
 
-@pytest.mark.req("SRV-04", "FULL-10")
-def test_server_accepts_gpus_that_cuda_and_the_machine_number_alike(four_gpus: Path) -> None:
-    for named in ("0,1", ",".join(UUIDS), f"0,{UUIDS[1]}"):
-        check_gpus([0, 1], {CUDA_VISIBLE: named}, four_gpus)
-    for named in ("1,0", f"{UUIDS[1]},{UUIDS[0]}", UUIDS[0], ""):
-        with pytest.raises(ContractError) as caught:
-            check_gpus([0, 1], {CUDA_VISIBLE: named}, four_gpus)
-        assert caught.value.where == CUDA_VISIBLE
-        assert "--gpus" in caught.value.do
-    with pytest.raises(ContractError, match="MIG"):
-        check_gpus([0], {CUDA_VISIBLE: "MIG-1"}, four_gpus)
-    check_gpus([3], {}, four_gpus)
-
-
-@pytest.mark.req("ROLL-03", "CFG-05")
+@pytest.mark.req("CFG-05")
 @pytest.mark.parametrize(
     ("gpus", "used", "said"),
     [
@@ -137,7 +123,6 @@ def test_default_is_four_gpus_and_fewer_are_reported(
     assert said in str(placement)
 
 
-@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(
     ("asked", "gpus", "processes", "found"),
     [
@@ -155,7 +140,6 @@ def test_size_that_does_not_fit_gpus_or_processes_is_refused(
     assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
 
 
-@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(
     ("processes", "gpus", "asked", "size"),
     [
@@ -188,7 +172,7 @@ def settings_of(
     return load_settings(own, {}, run)
 
 
-@pytest.mark.req("ROLL-03", "CFG-09")
+@pytest.mark.req("CFG-09")
 @pytest.mark.parametrize("gpus", [[], [3, 5]])
 def test_server_reads_its_settings_and_the_training_yaml(tmp_path: Path, gpus: list[int]) -> None:
     guard = {"enabled": True, "max_object_keys": 9}
@@ -207,7 +191,7 @@ def test_server_reads_its_settings_and_the_training_yaml(tmp_path: Path, gpus: l
         assert settings.gpu_memory_utilization == 0.45
 
 
-@pytest.mark.req("ROLL-03", "REP-01")
+@pytest.mark.req("REP-01")
 def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> None:
     """A run without a guard starts its server without one."""
     settings = settings_of(config_of(), [], "gloo", tmp_path)
@@ -219,7 +203,7 @@ def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> No
 # --- Checks before anything is started --------------------------------------------------
 
 
-@pytest.mark.req("ROLL-03", "DDP-01")
+@pytest.mark.req("DDP-01")
 @pytest.mark.parametrize(
     ("environment", "where", "found"),
     [
@@ -246,7 +230,7 @@ LORA = {"tuner": {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}}
 ADAPTERS = {"vllm": {"enable_lora": True, "sync": {"mode": "auto"}}}
 
 
-@pytest.mark.req("ROLL-03", "SYNC-01", "RES-04")
+@pytest.mark.req("SYNC-01", "RES-04")
 @pytest.mark.parametrize(
     ("rollout", "environment", "where", "found"),
     [
@@ -338,7 +322,6 @@ def starts(folder: Path) -> int:
     return len((folder / "starts").read_text())
 
 
-@pytest.mark.req("ROLL-03")
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
         os.kill(server.pid, signal.SIGKILL)
@@ -348,7 +331,6 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
     assert starts(tmp_path) == 3
 
 
-@pytest.mark.req("ROLL-03")
 def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often_again(
     tmp_path: Path,
 ) -> None:
@@ -367,7 +349,6 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
     assert starts(tmp_path) == 3
 
 
-@pytest.mark.req("ROLL-03")
 def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
     with supervised(tmp_path, lives=9, pauses_s=(0.0,)) as server:
         server.stop()
@@ -422,7 +403,6 @@ class Buffers:
         return [buffer for made in self.made if (buffer := made()) is not None]
 
 
-@pytest.mark.req("ROLL-03")
 def test_moved_tensors_come_back_and_host_buffers_are_reused_and_freed_with_them() -> None:
     trained, twin, buffers = Trained(), Trained(), Buffers()
     offload = Offload(trained.model, trained.optimizer, buffers)
@@ -446,7 +426,7 @@ def test_moved_tensors_come_back_and_host_buffers_are_reused_and_freed_with_them
     assert gone == len(list(trained.model.parameters())), "the buffers of the gradients"
 
 
-@pytest.mark.req("ROLL-03", "CFG-05")
+@pytest.mark.req("CFG-05")
 def test_page_locked_memory_that_cannot_be_had_names_the_key_and_a_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -461,7 +441,6 @@ def test_page_locked_memory_that_cannot_be_had_names_the_key_and_a_way_out(
     assert "vllm.mode to server" in caught.value.do
 
 
-@pytest.mark.req("ROLL-03")
 def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
     trained = Trained()
     before = [tensor.data_ptr() for tensor in trained.tensors()]
@@ -546,7 +525,7 @@ def colocated(scene: Scene, *, sleeps: bool) -> ColocatedBackend:
     return ColocatedBackend(scene, server, scene.room, server if sleeps else None)
 
 
-@pytest.mark.req("ROLL-03", "FULL-06")
+@pytest.mark.req("FULL-06")
 def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
     """It frees its memory before the learner restores its own. A push wakes it, too."""
     scene = Scene()
@@ -566,7 +545,6 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
     ]
 
 
-@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(
     ("scene", "error", "moves"),
     [
@@ -588,7 +566,6 @@ def test_failed_rollout_raises_its_own_error_and_a_restarted_server_is_asked_aga
     assert waits[-1] == f"start {scene.starts} is ready"
 
 
-@pytest.mark.req("ROLL-03")
 def test_rollout_after_a_failed_one_wakes_the_server() -> None:
     scene = Scene(fails=1)
     backend = colocated(scene, sleeps=True)
@@ -598,7 +575,7 @@ def test_rollout_after_a_failed_one_wakes_the_server() -> None:
     assert scene.moves[4:] == ["room", "wake up", "rollout", "sleep", "restored"]
 
 
-@pytest.mark.req("ROLL-03", "SYNC-08")
+@pytest.mark.req("SYNC-08")
 def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> None:
     scenes, calls = [Scene(), Scene()], list[str]()
 
@@ -620,7 +597,6 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
     assert moves[7:] == ["sleep", "restored", "restored"]
 
 
-@pytest.mark.req("ROLL-03")
 def test_server_is_stopped_although_close_fails() -> None:
     scene = Scene(fails=1)
     with pytest.raises(RunError):

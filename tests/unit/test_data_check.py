@@ -10,7 +10,6 @@ from PIL import Image
 from learner.data.check import FileReport, check_files, odd_text
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.data.show import kinds
 from tests.unit.data_files import (
     box,
     lengths_of,
@@ -65,17 +64,6 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
         (4, "other image size", False),
         (5, "unreadable image", False),
         (6, "too thin to match", True),
-    ]
-
-
-def test_kinds_are_counted_over_all_files_problems_first(tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    first = write_lines(tmp_path / "1.jsonl", "{", "", "{", line("a.png"))
-    second = write_lines(tmp_path / "2.jsonl", line("a.png"), line("a.png"), "{")
-    assert kinds(check(first, second)) == [
-        ("not JSON", False, 3),
-        ("empty line", False, 1),
-        ("same image in two files", True, 2),
     ]
 
 

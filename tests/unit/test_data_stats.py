@@ -84,9 +84,3 @@ def test_tokens_are_held_against_the_limits_of_a_run(
     assert rows[1][3:] == [str(longest), str(shortest), str(over), f"({over / 24:.1%})"]
     assert rows[4][:3] == ["prompt", "and", "target"]
     assert rows[4][-2:] == [str(pack), "0"]
-
-
-def test_data_without_objects_has_statistics_too(tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png"))
-    assert list(printed(read_samples(path, allow_poly=False))) == ["1", "2", "1 image sizes"]

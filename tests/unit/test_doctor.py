@@ -16,11 +16,10 @@ from learner.cli import app
 from learner.config import dump_mapping
 from learner.config.schema import Config
 from learner.data.jsonl import build_request, read_samples
-from learner.data.show import print_tables
 from learner.data.toy import ToyData
 from learner.models.prompts import encode_request
 from learner.operate.doctor import machine, servers, weights
-from learner.operate.doctor.findings import Finding, as_json, run_check, summary, table
+from learner.operate.doctor.findings import Finding, run_check
 from learner.operate.doctor.run import examine
 from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
@@ -260,19 +259,3 @@ def test_run_without_servers_is_examined(
     assert (rows.status, "b_ratio" in rows.do) == ("warn", True)
     assert [f for f in findings if f.status in ("warn", "fail") and f is not rows] == []
     assert found["servers"].found == "none: colocate needs no server"
-
-
-def test_findings_are_shown_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    findings = [
-        Finding("data", "", "ok", "4 samples"),
-        Finding("servers", URL, "fail", "there is no token", "Set it"),
-        Finding("media", "", "skipped", "waits for servers"),
-    ]
-    print_tables([table(findings)])
-    text = capsys.readouterr().out
-    for part in ("4 samples", f"{URL}: there is no token", "-> Set it", "waits for servers"):
-        assert part in text
-    assert summary(findings) == "1 ok, 0 warn, 1 fail, 1 skipped"
-    document = json.loads(as_json(findings))
-    assert document["failed"] is True
-    assert [each["status"] for each in document["findings"]] == ["ok", "fail", "skipped"]

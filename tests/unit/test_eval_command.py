@@ -30,7 +30,6 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.operate.eval_plan import plan_evaluation
 from learner.runs.resume import BEGINNING, find_start
-from learner.runs.rollout_log import LoggedAnswer
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.data_files import box as box_of_a_line
 from tests.unit.data_files import line, paint_all, write_lines
@@ -287,17 +286,12 @@ def scored(answers: list[ScoredAnswer], folder: Path) -> Scored:
 
 def test_evaluation_is_complete_and_read_back(found: list[ScoredAnswer], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    whole = scored(list(reversed(found)), tmp_path)
-    write_evaluation(out, whole, {"checkpoint": "checkpoint-3", "settings": {"a": 1}})
+    write_evaluation(out, scored(list(reversed(found)), tmp_path), {"checkpoint": "checkpoint-3"})
     assert read_answers(out) == read_answers(out / ANSWERS) == found
-    assert isinstance(read_answers(out)[0], LoggedAnswer)
     line = json.loads((out / ANSWERS).read_text(encoding="utf-8").split("\n")[1])
     assert (line["hits"], line["precision"], line["recall"]) == (1, 1.0, 0.5)
     numbers = json.loads((out / "scores.json").read_text())
-    assert (numbers["checkpoint"], numbers["settings"]) == ("checkpoint-3", {"a": 1})
     assert numbers["scores"]["recall"] == pytest.approx(9 / 12)
-    assert numbers["scores"]["precision"] == 1
-    assert numbers["coco"]["bbox"]["objects"]["ap"] == whole.detected["bbox"].objects.ap
     assert numbers["coco"]["bbox"]["objects"]["ap_large"] is None
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "checkpoint-3" in page
