@@ -10,7 +10,6 @@ from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.parallel_calls import in_parallel, run_together
 from learner.rollout.policy import Asking, Policy
 from learner.types import RolloutOutput
-from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.fleets import Fleet, fleet, requests
@@ -84,22 +83,6 @@ def test_output_has_the_fields_of_its_own_choice(ended: list[int], own_choice: b
         weights_version=(1, 1),
         seed=9,
     )
-
-
-@pytest.mark.req("WIRE-03", "SYNC-09")
-def test_call_expects_the_weights_that_were_pushed_last() -> None:
-    with fleet(1) as run:
-        for version in (7, 8):
-            run.backend.push_weights(version)
-            run.ask(1, version)
-        run.channels[0].failures.extend([RunError("the push broke")] * 2)
-        with pytest.raises(RunError, match="the push broke"):
-            run.backend.push_weights(9)
-        run.ask(1, version=8)
-        bodies = run.rollouts[0].server.bodies(INFER)
-        run.backend.close()
-    assert [body.get("expected_weights_version") for body in bodies] == [7, 8, 8]
-    assert run.channels[0].closed
 
 
 # --- The policy -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import full_size
 from benchmarks.command import Bench
-from benchmarks.method_parts.arms import ARMS, FULL, TITLES, Arm, Place, arm_config
+from benchmarks.method_parts.arms import TITLES
 from benchmarks.method_parts.records import (
     Run,
     at_equal_steps,
@@ -149,14 +149,3 @@ def test_an_arm_is_compared_with_channel_a_at_equal_steps_and_at_equal_time(
     assert cleaned[-4:] == ["15", "+0.200", "0 of 2", "0.00"]
     timed = {"cleaned": [at_equal_time(found["clean", s], found["a_alone", s], 10) for s in (0, 1)]}
     assert rows(time_table(timed), "cleaned")[1:4] == ["1.000", "1.000", "+0.000"]
-
-
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.key)
-def test_the_config_of_an_arm_has_what_the_arm_declares(arm: Arm, tmp_path: Path) -> None:
-    place = Place(tmp_path, tmp_path, tmp_path, tmp_path, "http://a:1", 2)
-    config = arm_config(arm, FULL, 3, place)
-    names = [module.name for module in config.pipeline.objective]
-    assert float(config.b_ratio) == arm.b_ratio
-    assert (config.duplicate_iou is not None) == (arm.prefix == "clean")
-    assert ("duplicate_ul" in names) == arm.unlikelihood
-    assert config.training.seed == 3

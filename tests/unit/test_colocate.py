@@ -387,42 +387,30 @@ def all_equal(one: Trained, other: Trained) -> bool:
     return all(map(torch.equal, one.tensors(), other.tensors()))
 
 
-class Buffers:
-    """Weak references to the buffers that it makes."""
-
-    def __init__(self) -> None:
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.empty_like(tensor)
-        self.made.append(weakref.ref(buffer))
-        return buffer
-
-    @property
-    def alive(self) -> list[torch.Tensor]:
-        return [buffer for made in self.made if (buffer := made()) is not None]
-
-
 def test_moved_tensors_come_back_and_host_buffers_are_reused_and_freed_with_them() -> None:
-    trained, twin, buffers = Trained(), Trained(), Buffers()
-    offload = Offload(trained.model, trained.optimizer, buffers)
-    objects = [id(tensor) for tensor in trained.tensors()]
-    seen = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def buffer(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(buffered := torch.empty_like(tensor)))
+        return buffered
+
+    trained, twin = Trained(), Trained()
+    offload = Offload(trained.model, trained.optimizer, buffer)
+    objects, seen = [id(tensor) for tensor in trained.tensors()], []
     for _ in range(3):
         with offload.room():
             seen.append(places(trained.tensors()))
-            assert seen[-1] == places(buffers.alive)
+            assert seen[-1] == places(host for each in made if (host := each()) is not None)
             assert all_equal(trained, twin), "a push sends from host memory"
         assert [id(tensor) for tensor in trained.tensors()] == objects
-        assert all_equal(trained, twin)
         assert not places(trained.tensors()) & seen[0], "a step must not change the buffers"
         for each in (trained, twin):
             each.optimizer.step()
         assert all_equal(trained, twin)
     assert seen[0] == seen[1] == seen[2]
-    assert len(buffers.made) == len(trained.tensors())
+    assert len(made) == len(trained.tensors())
     trained.optimizer.zero_grad()
-    gone = len(buffers.made) - len(buffers.alive)
+    gone = sum(each() is None for each in made)
     assert gone == len(list(trained.model.parameters())), "the buffers of the gradients"
 
 

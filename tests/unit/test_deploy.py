@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rollout_server.serve import ANSWERS_S
 from rollout_server.settings.options import load_settings
 from shared_contracts.cli import BAD_INPUT
 from shared_contracts.errors import Problem
+from tests.unit.fleets import wait_until
 from tests.unit.scripted_server import HangUp, Reply, problem, scripted_server
 
 ROOT = Path(__file__).parents[2]
@@ -244,23 +244,23 @@ def test_systemd_verifies_both_units(tmp_path: Path) -> None:
 
 SUBSTITUTES = {
     "srun": """
-echo "srun $*" >>"$JOB_LOG"
-echo $$ >>"$JOB_TASKS"
+echo "srun $*" >>"$JOB/log"
+echo $$ >>"$JOB/tasks"
 while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 exec "$@"
 """,
     # Signals the tasks of all steps; some of them may have ended.
     "scancel": """
-for task in $(<"$JOB_TASKS"); do kill -TERM "$task" 2>/dev/null; done
+for task in $(<"$JOB/tasks"); do kill -TERM "$task" 2>/dev/null; done
 """,
     "scontrol": """
-if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo "scontrol $*" >>"$JOB_LOG"; fi
+if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo "scontrol $*" >>"$JOB/log"; fi
 """,
     "rollout-server": """
-echo "rollout-server $*" >>"$JOB_LOG"
-trap 'echo "server stopped" >>"$JOB_LOG"; exit 0' TERM
+echo "rollout-server $*" >>"$JOB/log"
+trap 'echo "server stopped" >>"$JOB/log"; exit 0' TERM
 [[ ${SERVER_FAILS-} ]] && exit 1
-touch "$JOB_HEALTHY"
+touch "$JOB/healthy"
 while true; do sleep 0.1; [[ -e ${SERVER_DIES:-/nowhere} ]] && exit 1; done
 """,
     "python3": f"""
@@ -269,10 +269,10 @@ while true; do sleep 0.1; [[ -e ${SERVER_DIES:-/nowhere} ]] && exit 1; done
 shift 3
 """
     + """
-trap 'echo "learner stopped" >>"$JOB_LOG"; exit 143' TERM
-echo "torchrun $*" >>"$JOB_LOG"
-cp -p "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB_TOKEN"; cp "${@: -1}" "$JOB_YAML"
-echo "umask $(umask), folder $(stat -c %a "$(dirname "${@: -1}")")" >>"$JOB_LOG"
+trap 'echo "learner stopped" >>"$JOB/log"; exit 143' TERM
+echo "torchrun $*" >>"$JOB/log"
+cp -p "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB/token"; cp "${@: -1}" "$JOB/yaml"
+echo "umask $(umask), folder $(stat -c %a "$(dirname "${@: -1}")")" >>"$JOB/log"
 while [[ ${LEARNER_STAYS-} ]]; do sleep 0.1; done
 exit "${LEARNER_EXIT:-0}"
 """,
@@ -281,7 +281,7 @@ exit "${LEARNER_EXIT:-0}"
 
 @dataclass
 class Job:
-    """A job on three nodes, in its own folder."""
+    """A job on three nodes, in its own folder, with what the substitutes write there."""
 
     folder: Path
     process: "subprocess.Popen[str]"
@@ -302,12 +302,6 @@ class Job:
         assert list(self.folder.glob(".rollmatch-*")) == []
         return self.process.returncode, err
 
-    def wait_for_the_learner(self) -> None:
-        deadline = time.monotonic() + 120
-        while not any(line.startswith("umask") for line in self.log):
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
-
 
 Submit = Callable[..., Job]
 
@@ -322,7 +316,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     (bin_folder / "learner").symlink_to(Path(sys.executable).parent / "learner")
     health = tmp_path / "checkout" / "deploy" / "server_healthy.py"
     health.parent.mkdir()
-    health.write_text("import os, sys; sys.exit(not os.path.exists(os.environ['JOB_HEALTHY']))\n")
+    health.write_text("import os, sys; sys.exit('healthy' not in os.listdir(os.environ['JOB']))\n")
     jobs: list[Job] = []
 
     def start(**environment: str) -> Job:
@@ -334,11 +328,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
             "SLURM_GPUS_ON_NODE": "8",
             "CHECKPOINT": "/data/model",
             "IMAGES": "/data/images",
-            "JOB_LOG": str(tmp_path / "log"),
-            "JOB_HEALTHY": str(tmp_path / "healthy"),
-            "JOB_TASKS": str(tmp_path / "tasks"),
-            "JOB_TOKEN": str(tmp_path / "token"),
-            "JOB_YAML": str(tmp_path / "yaml"),
+            "JOB": str(tmp_path),
         }
         process = subprocess.Popen(
             ["bash", SBATCH, environment.pop("YAML", PROD)],
@@ -405,7 +395,7 @@ def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeu
     submit: Submit, tmp_path: Path, event: signal.Signals | None, code: int
 ) -> None:
     job = submit(LEARNER_STAYS="1", SERVER_DIES=str(tmp_path / "die"), SLURM_GPUS_ON_NODE="")
-    job.wait_for_the_learner()
+    wait_until(lambda: any(line.startswith("umask") for line in job.log))
     if event is None:
         (tmp_path / "die").touch()
     else:

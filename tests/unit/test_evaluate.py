@@ -223,7 +223,6 @@ def test_duplicate_has_description_and_nearly_the_place_of_an_earlier_one(
 @pytest.mark.parametrize(
     ("there", "right", "oversized"),
     [
-        (box("cat", 0, 0, 100, 100), 999, 1),
         (box("cat", 0, 0, 100, 100), 940, 0),
         (box("cat", 0, 0, 999, 900), 999, 0),
         (box("dog", 0, 0, 999, 900), 999, 1),
