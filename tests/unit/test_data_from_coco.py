@@ -238,8 +238,10 @@ def test_pycocotools_reads_the_boxes_of_an_exported_file(toy_data: ToyData) -> N
         for annotation, item in zip(annotations, sample.objects, strict=True):
             assert reference.cats[annotation["category_id"]]["name"] == item.desc
             x, y, width, height = annotation["bbox"]
-            corners = (x / sample.width, y / sample.height)
-            corners += ((x + width) / sample.width, (y + height) / sample.height)
+            sides = [sample.width, sample.height] * 2
+            corners = [
+                n / side for n, side in zip((x, y, x + width, y + height), sides, strict=True)
+            ]
             assert corners == pytest.approx([decode_bin(k) for k in item.shape.coords])
 
 
