@@ -136,17 +136,6 @@ def test_an_export_is_a_plain_checkpoint(
         require_exportable(adapter, out, "transformers")
 
 
-def test_a_full_checkpoint_is_exported_without_its_optimizer(
-    base: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    checkpoint = trained(base, toy_data, tmp_path / "full")
-    export(checkpoint, tmp_path / "out", "auto", "transformers")
-    before, after = (load_file(f / "model.safetensors") for f in (checkpoint, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not (tmp_path / "out" / "optimizer.pt").exists()
-
-
 def test_a_folder_without_a_whole_checkpoint_is_not_exported(tmp_path: Path, base: Path) -> None:
     with pytest.raises(ContractError) as caught:
         require_exportable(tmp_path, tmp_path / "out", "transformers")

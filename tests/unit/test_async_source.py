@@ -37,6 +37,8 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted
 
+pytestmark = pytest.mark.req("ASYNC-01")
+
 PATIENCE_S = 60.0
 BATCH = 2
 
@@ -173,22 +175,8 @@ class Actor:
             with suppress(Empty):
                 return self.servers.asked.get(timeout=0.01)
 
-    def push_after_a_round(self) -> None:
-        """The first round of a batch is answered before a push, the second one after it."""
-        self.begin(0)
-        self.servers.next_asked()
-        self.servers.allow()
-        self.servers.next_asked()
-        self.servers.fails.append(PushNeeded("no server has the weights"))
-        self.servers.allow()
-        self.begin_until_asked(1)
-        self.servers.allow()
-
 
 ActorOf = Callable[..., Actor]
-
-
-# --- The tests ---------------------------------------------------------------------------
 
 
 ASYNC = "stage2_ab/async"
@@ -242,41 +230,25 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     return wanted, trained
 
 
-@pytest.mark.req("STEP-02", "ASYNC-01")
-@pytest.mark.parametrize("free", [True, False])
-def test_every_sample_is_trained_on_once_with_early_and_late_answers(
-    actor_of: ActorOf, samples: list[Sample], *, free: bool
+@pytest.mark.req("STEP-02", "RUN-01")
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("free", [True, False], ids=["early", "late"])
+def test_every_sample_is_trained_on_once(
+    actor_of: ActorOf, samples: list[Sample], *, free: bool, resumed: bool
 ) -> None:
     actor = actor_of(free=free)
-    steps = [step_of(actor, step) for step in range(N_SAMPLES // BATCH)]
+    steps = [step_of(actor, step) for step in range(3)]
+    if resumed:
+        state, actor = actor.source.state(), actor_of(free=free)
+        actor.source.restore(state)
+    steps += [step_of(actor, step) for step in range(3, N_SAMPLES // BATCH)]
     trained = [sample_id for _, ids in steps for sample_id in ids]
     assert sorted(trained) == sorted(sample.sample_id for sample in samples)
     if not free:
         assert {channel for channel, _ in steps} == {"A"}
 
 
-@pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
-def test_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
-    actor_of: ActorOf, config: Config, samples: list[Sample]
-) -> None:
-    actor = actor_of()
-    logged: list[dict[str, Any]] = []
-    runner, model = actor.runner(logged.append), actor.parts.loaded.model
-    actor.begin(0)
-    reports = [runner.run(model, samples[:2], 0, PlainEngine())[1]]
-    assert actor.make_ready() == 0
-    reports.append(runner.run(model, samples[:2], 1, PlainEngine())[1])
-    assert [report.channel for report in reports] == ["A", "B"], "batch 1, then batch 0"
-    base = rollout_seed_base(config.training.seed, 0)
-    assert [record.get("rollout_seed_base") for record in logged] == [None, base]
-    assert [report.metrics.get("rollout/seed_base") for report in reports] == [None, base]
-    assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
-
-
-# --- Versions ---------------------------------------------------------------------------
-
-
-@pytest.mark.req("SYNC-09", "ASYNC-01")
+@pytest.mark.req("SYNC-09")
 def test_push_waits_for_answers_and_no_request_is_sent_before_it_ends(actor_of: ActorOf) -> None:
     actor = actor_of()
     actor.begin(0)
@@ -308,28 +280,31 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
         over.result()
 
 
-# --- Scenarios ----------------------------------------------------------------------------
-
-
-@pytest.mark.req("ASYNC-01", "STEP-01")
-def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf) -> None:
+@pytest.mark.req("STEP-01", "RES-23", "SEED-02")
+def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config: Config) -> None:
+    """The batch is trained on by the next step, which logs the batch's seeds."""
     actor = actor_of()
-    runner, model = actor.runner(), actor.parts.loaded.model
+    logged: list[dict[str, Any]] = []
+    runner, model = actor.runner(logged.append), actor.parts.loaded.model
     _, skipped = runner.run(model, actor.batch(0), 0, PlainEngine())
     assert skipped.channel == "A"
     assert skipped.metrics["step/channel_b"] == 0
     assert skipped.metrics[f"{ASYNC}/b_step_skipped_due_to_queue"] == 1
     assert skipped.metrics[f"{ASYNC}/ready_packs"] == 0
-    actor.make_ready()
+    assert actor.make_ready() == 0
     _, trained = runner.run(model, actor.batch(1), 1, PlainEngine())
     assert trained.channel == "B"
     assert f"{ASYNC}/b_step_skipped_due_to_queue" not in trained.metrics
     assert trained.metrics[f"{ASYNC}/ready_packs"] == 1
     assert trained.metrics[f"{ASYNC}/version_lag"] == 1, "pushed before each of the two steps"
     assert trained.metrics["sync/weights_version"] == 1
+    base = rollout_seed_base(config.training.seed, 0)
+    assert [record.get("rollout_seed_base") for record in logged] == [None, base]
+    seeds = [report.metrics.get("rollout/seed_base") for report in (skipped, trained)]
+    assert seeds == [None, base]
+    assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
-@pytest.mark.req("ASYNC-01")
 def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf) -> None:
     actor = actor_of(version_window=1)
     runner, model = actor.runner(), actor.parts.loaded.model
@@ -344,11 +319,17 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
     assert report.channel == "A", "only the stale pack was there"
 
 
-@pytest.mark.req("ASYNC-01")
 def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     """The pack of the first sample is not full when the weights change."""
     actor = actor_of(round_size=1, sync_every_steps=100)
-    actor.push_after_a_round()
+    actor.begin(0)
+    actor.servers.next_asked()
+    actor.servers.allow()
+    actor.servers.next_asked()
+    actor.servers.fails.append(PushNeeded("no server has the weights"))
+    actor.servers.allow()
+    actor.begin_until_asked(1)
+    actor.servers.allow()
     assert actor.policy.version == 2
     assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
     feed = actor.feed(1)
@@ -357,7 +338,6 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     assert packs == [[first], [second]], "both fit into one pack"
 
 
-@pytest.mark.req("ASYNC-01")
 def test_async_queue_invariant_violation_raises_actionable_error(actor_of: ActorOf) -> None:
     """Channel B is scheduled although no batch is ready."""
     actor = actor_of(version_window=2)
@@ -369,10 +349,7 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
     assert "the queue holds nothing; newest version 1, version_window 2, queue_limit 8" in told
 
 
-# --- Several processes ------------------------------------------------------------------
-
-
-@pytest.mark.req("ASYNC-01", "DDP-01")
+@pytest.mark.req("DDP-01")
 def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     parts: Parts, config: Config, samples: list[Sample]
 ) -> None:
@@ -391,20 +368,6 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     assert told == ["learner process 1 failed: the server refuses", "the server refuses"]
 
 
-# --- Beginning and end ------------------------------------------------------------------
-
-
-@pytest.mark.req("STEP-02", "RUN-01")
-def test_resumed_run_trains_on_the_rest(actor_of: ActorOf, samples: list[Sample]) -> None:
-    first, again = actor_of(free=True), actor_of(free=True)
-    steps = [step_of(first, step) for step in range(3)]
-    again.source.restore(first.source.state())
-    steps += [step_of(again, step) for step in range(3, 6)]
-    trained = [sample_id for _, ids in steps for sample_id in ids]
-    assert sorted(trained) == sorted(sample.sample_id for sample in samples)
-
-
-@pytest.mark.req("ASYNC-01")
 @pytest.mark.parametrize("at", ["nothing", "gate", "room", "answer"])
 def test_prefetcher_ends_with_the_run(actor_of: ActorOf, at: str) -> None:
     """at: where it waits. The fixture checks that its thread has ended."""
@@ -449,7 +412,6 @@ def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
     return batch
 
 
-@pytest.mark.req("ASYNC-01")
 def test_batch_that_never_fits_is_a_contract_error() -> None:
     buffer = buffer_at(3, limit=4)
     make(buffer, 2)

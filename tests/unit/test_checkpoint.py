@@ -27,6 +27,8 @@ from learner.runs.checkpoint import (
 from shared_contracts.errors import RunError
 from tests.unit.ranks_in_threads import in_ranks
 
+pytestmark = pytest.mark.req("RUN-01")
+
 FACTS = RunFacts(weights_version=3, data_sha256="ab", logs={"metrics.jsonl": 7})
 # Saves checkpoints 1 to 4 and keeps two. Kills itself at the first audit event EVENT on a path with
 # the ending ENDING.
@@ -71,7 +73,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.req("RUN-01")
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_manifest_has_files_states_and_facts_of_all_ranks(tmp_path: Path, count: int) -> None:
     left = tmp_path / ".unfinished" / "checkpoint-12"
@@ -86,7 +87,6 @@ def test_a_manifest_has_files_states_and_facts_of_all_ranks(tmp_path: Path, coun
     assert manifest.files == {f"rng_{rank}": 15 for rank in range(count)}
 
 
-@pytest.mark.req("RUN-01")
 def test_checkpoints_are_ordered_by_number_and_the_oldest_are_removed(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         save(tmp_path, step, keep=2)
@@ -96,7 +96,7 @@ def test_checkpoints_are_ordered_by_number_and_the_oldest_are_removed(tmp_path: 
     assert len(checkpoints_in(tmp_path)) == 3
 
 
-@pytest.mark.req("RUN-01", "DDP-01")
+@pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_error_in_one_rank_is_raised_in_all_and_leaves_nothing(
     tmp_path: Path, count: int
@@ -112,7 +112,7 @@ def test_an_error_in_one_rank_is_raised_in_all_and_leaves_nothing(
     read_checkpoint(tmp_path / "checkpoint-1")
 
 
-@pytest.mark.req("RUN-01", "DDP-01")
+@pytest.mark.req("DDP-01")
 def test_a_rank_that_fails_in_a_collective_write_raises_before_the_others_time_out(
     tmp_path: Path,
 ) -> None:
@@ -142,7 +142,6 @@ def test_a_rank_that_fails_in_a_collective_write_raises_before_the_others_time_o
     assert "No space left on device" in str(errors[1])
 
 
-@pytest.mark.req("RUN-01")
 @pytest.mark.parametrize(
     ("event", "ending", "left"),
     [
@@ -167,7 +166,6 @@ def test_a_killed_process_leaves_only_complete_checkpoints(
     assert names(folder) == [left[-1], "checkpoint-5"]
 
 
-@pytest.mark.req("RUN-01")
 @pytest.mark.parametrize(
     ("broken_by", "fault"),
     [

@@ -86,7 +86,6 @@ def unused_url() -> str:
 
 
 BAD_GATEWAY = "<html>\n<title>502 Bad Gateway</title>\n"
-FOREIGN = (200, "Not an answer of a rollout server")
 
 
 @pytest.mark.req("WIRE-05", "WIRE-02")
@@ -95,12 +94,10 @@ FOREIGN = (200, "Not an answer of a rollout server")
     [
         (problem("invalid-request", "no", "at"), PROBLEM_TITLES["invalid-request"], "no", " at"),
         ((502, BAD_GATEWAY), (502, "Bad Gateway"), "<html> <title>502 Bad Gateway</title>", ""),
-        ("<html>hello</html>", FOREIGN, "<html>hello</html>", ""),
-        ([], FOREIGN, "0 envelopes for 1 requests", ""),
     ],
-    ids=["problem", "page", "page with status 200", "no answer"],
+    ids=["problem", "page"],
 )
-def test_reply_that_is_no_answer_is_a_problem_with_its_place(
+def test_refusal_is_a_problem_with_its_place(
     respx_mock: respx.MockRouter, reply: Reply, kind: tuple[int, str], detail: str, place: str
 ) -> None:
     respx_mock.post("/infer/").mock(response(reply))
@@ -146,10 +143,9 @@ def test_server_is_waited_for_until_it_can_be_pushed_to(
     ("reply", "found", "do", "waits"),
     [
         (STARTING, "not ready after .* s: replica 0: .* for 12 s", "Wait until it is ready", True),
-        ((404, "not here"), "not here", "rollout-server serve", False),
         ("<title>a web site</title>", "a web site", "rollout-server serve", False),
     ],
-    ids=["starting", "no such path", "page"],
+    ids=["starting", "page"],
 )
 def test_server_that_never_gets_ready_is_reported_with_its_answer(
     respx_mock: respx.MockRouter, reply: Reply, found: str, do: str, waits: bool
@@ -239,30 +235,26 @@ def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> Non
         assert len(client.infer(CALL, server_epoch="a-0")) == 1
 
 
-@pytest.mark.req("CFG-06")
-@pytest.mark.parametrize("reply", [GONE, HangUp()])
-def test_call_ends_when_the_server_stops_living(server: ScriptedServer, reply: Reply) -> None:
-    script = LiveScript([live("a-0"), reply], enough=100)
-    script.install(server)
-    with watching(server) as client, pytest.raises(ServerUnreachable) as caught:
-        client.infer(CALL)
-    script.done.set()
-    assert script.seen == 4
-    assert f"POST {server.base_url}/infer/: the server is gone" in str(caught.value)
-    assert "/live/ failed 3 times in a row" in str(caught.value)
-
-
 @pytest.mark.req("CFG-06", "SYNC-07")
-@pytest.mark.parametrize(("epoch", "epochs"), [("a-0", ["b-0"]), (None, ["a-0", "a-1", "b-0"])])
-def test_call_ends_when_another_process_answers(
-    server: ScriptedServer, epoch: str | None, epochs: list[str]
+@pytest.mark.parametrize(
+    ("epoch", "replies", "seen", "found"),
+    [
+        (None, [live("a-0"), GONE], 4, "the server is gone: /live/ failed 3 times in a row"),
+        (None, [live("a-0"), HangUp()], 4, "the server is gone: /live/ failed 3 times in a row"),
+        ("a-0", [live("b-0")], 1, "was restarted"),
+        (None, [live("a-0"), live("a-1"), live("b-0")], 3, "was restarted"),
+    ],
+)
+def test_call_ends_when_the_server_stops_living_or_another_process_answers(
+    server: ScriptedServer, epoch: str | None, replies: list[Reply], seen: int, found: str
 ) -> None:
-    script = LiveScript([live(one) for one in epochs], enough=100)
+    script = LiveScript(replies, enough=100)
     script.install(server)
-    with watching(server) as client, pytest.raises(ServerUnreachable, match="was restarted"):
+    with watching(server) as client, pytest.raises(ServerUnreachable, match=found) as caught:
         client.infer(CALL, epoch)
     script.done.set()
-    assert script.seen == len(epochs)
+    assert script.seen == seen
+    assert f"POST {server.base_url}/infer/: " in str(caught.value)
 
 
 @pytest.mark.req("CFG-06", "SRV-07")
@@ -323,16 +315,11 @@ def test_only_temporary_errors_are_retried() -> None:
         assert may_pass(error) is (temporary and not needs_push(error))
 
 
-# --- The wire ---------------------------------------------------------------------------
-
-
 # --- The token --------------------------------------------------------------------------
 
 
 @pytest.mark.req("SRV-06", "WIRE-06")
-@pytest.mark.parametrize(
-    ("token", "sent"), [("s3cret\n", "Bearer s3cret"), ("", None), (" \n", None)]
-)
+@pytest.mark.parametrize(("token", "sent"), [("s3cret\n", "Bearer s3cret"), (" \n", None)])
 def test_every_call_sends_the_token_of_the_environment(
     respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, token: str, sent: str | None
 ) -> None:
@@ -352,39 +339,18 @@ def test_every_call_sends_the_token_of_the_environment(
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
-@pytest.mark.parametrize(
-    ("token", "content", "found"),
-    [
-        ("two words", None, ""),
-        ("s3crét", None, ""),
-        ("s3cret", "no file", "cannot be read"),
-        ("s3cret", "\n", "is empty"),
-        ("s3cret", "b", "another"),
-    ],
-)
-def test_unusable_token_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str, content: str | None, found: str
-) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, token)
-    if content is not None:
-        monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
-    if content not in (None, "no file"):
-        (tmp_path / "token").write_text(content)
+def test_unusable_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "two words")
     with pytest.raises(ContractError) as caught:
-        RolloutClient("http://127.0.0.1:9")
-    assert caught.value.where == (TOKEN_VARIABLE if content is None else TOKEN_FILE_VARIABLE)
-    assert found in caught.value.found
-    assert token not in str(caught.value)
+        RolloutClient(URL)
+    assert caught.value.where == TOKEN_VARIABLE
+    assert "two words" not in str(caught.value)
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
 @pytest.mark.parametrize(
     ("variable", "found"),
-    [
-        (None, "the learner has none"),
-        (TOKEN_VARIABLE, f"refuses the token of {TOKEN_VARIABLE}"),
-        (TOKEN_FILE_VARIABLE, f"refuses the token of {TOKEN_FILE_VARIABLE}"),
-    ],
+    [(None, "the learner has none"), (TOKEN_FILE_VARIABLE, "refuses the token of")],
 )
 def test_missing_or_wrong_token_is_reported_with_what_to_set(
     respx_mock: respx.MockRouter,
@@ -395,15 +361,14 @@ def test_missing_or_wrong_token_is_reported_with_what_to_set(
 ) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     if variable is not None:
-        value = "s3cret" if variable == TOKEN_VARIABLE else str(tmp_path / "token")
-        monkeypatch.setenv(variable, value)
+        monkeypatch.setenv(variable, str(tmp_path / "token"))
     respx_mock.get("/info/").mock(response(problem("unauthorized", "no valid token", "header")))
     with RolloutClient(URL) as client, pytest.raises(ContractError) as caught:
         client.info()
     assert authorizations(respx_mock) == [None if variable is None else "Bearer s3cret"]
     assert caught.value.where == f"GET {URL}/info/"
     assert found in caught.value.found
-    assert f"{TOKEN_VARIABLE}" in str(caught.value)
+    assert (variable or TOKEN_VARIABLE) in str(caught.value)
     assert "s3cret" not in str(caught.value)
 
 
@@ -478,6 +443,7 @@ FAULTS = [
         ("GET /info/", " " * 200_000, "longer than 100000 bytes"),
         (INFER, " " * 200_000, "longer than 100000 bytes"),
         (INFER, "[" * 50_000, "[[["),
+        (INFER, [], "0 envelopes for 1 requests"),
         *(
             (route, changed(HONEST[route], field, value), re.sub(r"\.?(\d)", r"[\1]", field))
             for route, field, value in FAULTS

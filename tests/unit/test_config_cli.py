@@ -12,7 +12,6 @@ from learner.cli import app
 from learner.config import dump_mapping, load_config, load_mapping, merge
 from learner.config.load import show_config
 from learner.data.toy import ToyData
-from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.config_faults import CONFIGS, SHIPPED, config_name, written
 from tests.unit.small_run import small_mapping
 
@@ -84,20 +83,34 @@ def test_show_is_plain_when_piped_and_coloured_on_a_terminal() -> None:
 # --- check ------------------------------------------------------------------------------
 
 
-def test_check_reports_every_problem_of_every_file(tmp_path: Path) -> None:
-    wrong = {"training": {"learning_rat": 1, "max_steps": "many"}}
-    one = written(tmp_path / "one.yaml", dump_mapping(merge(load_mapping(WARMUP), wrong)))
+@pytest.mark.req("CFG-04")
+def test_check_reports_every_problem_of_every_file_with_its_line(tmp_path: Path) -> None:
+    """The line is in the file of the chain that has the fault."""
+    base = load_mapping(WARMUP)
+    boxes = base["stage2_ab"]["pipeline"]["objective"][1]["config"]
+    boxes["ciou_weight"] = -1
+    del boxes["smoothl1_weight"]
+    base["training"]["max_steps"] = 0
+    bottom = written(tmp_path / "base.yaml", dump_mapping(base))
+    leaf = "extends: ../base.yaml\ntraining:\n  max_steps: many\n  max_step: 1\n"
+    one = written(tmp_path / "sub" / "leaf.yaml", leaf)
     other = written(tmp_path / "other.yaml", f"extends: {WARMUP}\nmodle: 1\n")
     none = tmp_path / "none.yaml"
     done = cli("config", "check", "--keys-only", one, other, *SHIPPED, none)
     assert done.exit_code == 2
     assert done.stdout == "".join(f"{path}: valid\n" for path in SHIPPED)
-    assert [line for line in done.stderr.splitlines() if not line.startswith("  do:")] == [
-        f"{one}: 2 problems",
-        "error: training.max_steps",
-        f'  found: "many" is not accepted ({line_of(one, "max_steps:")})',
-        "error: training.learning_rat",
-        f"  found: unknown key ({line_of(one, 'learning_rat:')})",
+    entry, line = "stage2_ab.pipeline.objective[1].config", line_of(bottom, "ciou_weight:")
+    above = f"{bottom}:{int(line.rpartition(':')[2]) - 1}"
+    told = [line for line in done.stderr.splitlines() if not line.startswith("  do:")]
+    assert told[0] == f"{one}: 4 problems"
+    assert dict(zip(told[1:9:2], told[2:10:2], strict=True)) == {
+        "error: training.max_steps": f'  found: "many" is not accepted ({one}:3)',
+        "error: training.max_step": f"  found: unknown key ({one}:4)",
+        f"error: {entry}.ciou_weight": f"  found: -1 is not accepted ({line})",
+        f"error: {entry}.smoothl1_weight": "  found: this key is required and missing "
+        f"({entry}: {above})",
+    }
+    assert told[9:] == [
         f"{other}: 1 problem",
         "error: modle",
         f"  found: unknown key ({other}:2)",
@@ -105,36 +118,6 @@ def test_check_reports_every_problem_of_every_file(tmp_path: Path) -> None:
         f"error: {none}",
         "  found: cannot be read (No such file or directory)",
     ]
-
-
-def faults(path: Path) -> dict[str, ContractError]:
-    with pytest.raises(ContractErrors) as caught:
-        load_config(path)
-    return {error.where: error for error in caught.value.errors}
-
-
-@pytest.mark.req("CFG-04")
-def test_a_fault_has_the_line_of_the_file_of_the_chain_that_has_it(tmp_path: Path) -> None:
-    base = load_mapping(WARMUP)
-    boxes = base["stage2_ab"]["pipeline"]["objective"][1]["config"]
-    boxes["ciou_weight"] = -1
-    del boxes["smoothl1_weight"], base["data"]
-    base["training"]["max_steps"] = 0
-    bottom = written(tmp_path / "base.yaml", dump_mapping(base))
-    leaf = written(
-        tmp_path / "sub" / "leaf.yaml",
-        "extends: ../base.yaml\ntraining:\n  max_steps: -1\n  max_step: 1\n",
-    )
-    entry = "stage2_ab.pipeline.objective[1].config"
-    file, _, line = line_of(bottom, "ciou_weight:").rpartition(":")
-    assert {where: error.found for where, error in faults(leaf).items()} == {
-        "training.max_steps": f"-1 is not accepted ({leaf}:3)",
-        "training.max_step": f"unknown key ({leaf}:4)",
-        f"{entry}.ciou_weight": f"-1 is not accepted ({file}:{line})",
-        f"{entry}.smoothl1_weight": "this key is required and missing "
-        f"({entry}: {file}:{int(line) - 1})",
-        "data": "this key is required and missing",
-    }
 
 
 # --- The files that a YAML names --------------------------------------------------------
@@ -192,11 +175,7 @@ TUNER = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
             2,
             'error: tuner.target_modules[2]\n  found: ".*k_proj" is the end of no',
         ),
-        (
-            {"tuner": TUNER | {"target_modules": ["q_proj", "layers.0.self_attn.v_proj"]}},
-            0,
-            "",
-        ),
+        ({"tuner": TUNER | {"target_modules": ["q_proj", "layers.0.self_attn.v_proj"]}}, 0, ""),
     ],
     ids=["a model of the hub", "modules that are not there", "modules that are there"],
 )

@@ -2,6 +2,7 @@
 
 import io
 import math
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,35 +22,31 @@ def test_line_is_printed_unchanged(line: str | Text) -> None:
     assert out.getvalue() == AWKWARD + "\n"
 
 
-@pytest.mark.parametrize("name", ["lr{1e-4}", "a[/b]", "x[lora]"])
-def test_progress_shows_the_name_of_the_run_unchanged(name: str) -> None:
-    shown = io.StringIO()
-    display = ProgressDisplay(Console(file=shown, force_terminal=True, width=100), name)
-    state, control = TrainerState(max_steps=3), TrainerControl()
+def shown_steps(console: Console, name: str, steps: int, **logs: Any) -> None:
+    display = ProgressDisplay(console, name)
+    state, control = TrainerState(max_steps=30), TrainerControl()
     arguments = TrainingArguments(output_dir="none")
     display.on_train_begin(arguments, state, control)
-    state.global_step = 2
-    logs = {"step/channel_b": 1.0, "loss": 0.25, "rollout/per_second": 3.5}
-    display.on_log(arguments, state, control, logs)
+    for state.global_step in range(1, steps + 1):
+        display.on_log(arguments, state, control, logs)
     display.stop()
+
+
+def test_progress_shows_the_name_of_the_run_unchanged() -> None:
+    shown, name = io.StringIO(), "lr{1e-4} a[/b] x[lora]"
+    logs = {"step/channel_b": 1.0, "loss": 0.25, "rollout/per_second": 3.5}
+    shown_steps(Console(file=shown, force_terminal=True, width=100), name, 2, **logs)
     line = Text.from_ansi(shown.getvalue().replace("\r", "\n")).plain
     assert name in line
-    assert "2/3 channel B loss 0.2500 3.5 rollouts/s" in line
+    assert "2/30 channel B loss 0.2500 3.5 rollouts/s" in line
 
 
 def test_no_progress_line_is_in_a_log_file() -> None:
     shown = io.StringIO()
-    display = ProgressDisplay(Console(file=shown), "run")
-    state, control = TrainerState(max_steps=30), TrainerControl()
-    arguments = TrainingArguments(output_dir="none")
-    display.on_train_begin(arguments, state, control)
-    for state.global_step in range(1, 31):
-        display.on_log(arguments, state, control, {"step/channel_b": 0.0, "loss": 0.25})
-    display.stop()
-    starts = [line[:20] for line in shown.getvalue().splitlines()]
-    assert starts == ["step 20/30 channel A", "step 30/30 channel A"]
-    display.on_log(arguments, state, control, {"step/channel_b": 0.0, "loss": None})
-    assert "loss not finite" in shown.getvalue()
+    shown_steps(Console(file=shown), "run", 30, **{"step/channel_b": 0.0, "loss": None})
+    lines = shown.getvalue().splitlines()
+    assert [line[:20] for line in lines] == ["step 20/30 channel A", "step 30/30 channel A"]
+    assert "loss not finite" in lines[-1]
 
 
 def test_figures_are_formatted() -> None:

@@ -70,46 +70,27 @@ def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("ARCH-01")
-@pytest.mark.parametrize("name", ["check", "convert", "look"])
-def test_help_loads_nothing_heavy(name: str) -> None:
-    ended = command("learner.cli", "data", name, "--help")
-    assert ended.code == 0, ended.stderr
-    assert ended.heavy == set()
+def test_reading_data_loads_no_torch(run_yaml: Path, toy_data: ToyData) -> None:
+    """Neither to check files nor to count the tokens of a run."""
+    check = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
+    look = command("learner.cli", "data", "look", "--config", str(run_yaml))
+    assert (check.code, look.code) == (0, 0), check.stderr + look.stderr
+    assert check.heavy <= {"numpy"}
+    assert "torch" not in look.heavy
 
 
-@pytest.mark.req("ARCH-01")
-def test_a_check_of_files_loads_nothing_heavier_than_numpy(toy_data: ToyData) -> None:
-    ended = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
-    assert ended.code == 0, ended.stderr
-    assert ended.heavy <= {"numpy"}
-
-
-def test_problems_are_errors_in_three_parts_and_end_with_2(
+def test_problems_end_with_2_and_a_limit_cuts_what_is_told_not_what_is_counted(
     terminal: Terminal, tmp_path: Path
 ) -> None:
-    paint_all(tmp_path, ["a.png", "b.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png"), line("a.png"), "{", line("b.png"), "")
-    ended = terminal.data("check", path)
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png"), "{", line("a.png"), "")
+    ended = terminal.data("check", path, "--limit", 1)
     assert ended.code == 2
     told = ended.err.splitlines()
-    heads = [f"error: {path}:3", f"error: {path}:5", f"warning: {path}:2"]
-    assert told[::3] == heads
-    assert told[4:6] == ["  found: the line is empty", "  do: Remove it."]
-    assert words(ended.out)[1][1:] == ["3", "0", "2", "1"]
-    assert words(ended.out)[4:] == [
-        ["1", "problem", "empty", "line"],
-        ["1", "problem", "not", "JSON"],
-        ["1", "warning", "same", "image", "in", "one", "file"],
-    ]
-
-
-def test_a_limit_cuts_what_is_told_not_what_is_counted(terminal: Terminal, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", *["{"] * 50)
-    ended = terminal.data("check", path, "--limit", 2)
-    assert ended.err.count("error: ") == 2
-    assert ended.err.splitlines()[-1] == "... and 48 more"
-    assert words(ended.out)[-1] == ["50", "problem", "not", "JSON"]
-    assert terminal.data("check", path).err.count("error: ") == 50
+    assert (told[0], told[-1]) == (f"error: {path}:2", "... and 2 more")
+    assert len(told) == 4
+    assert words(ended.out)[1][1:] == ["2", "0", "2", "1"]
+    assert len(words(ended.out)) == 7
 
 
 def test_the_files_of_a_run_are_checked_against_its_limits(
@@ -139,11 +120,11 @@ def test_data_is_checked_before_there_is_a_checkpoint(
 @pytest.mark.parametrize("name", ["check", "look"])
 def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_yaml: Path) -> None:
     assert terminal.refused(name) == ("--config", "no data file")
-    beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
-    assert beside == ("--config", "data files beside it")
+    both = terminal.refused(name, "d.jsonl", "--config", run_yaml)
+    assert both == ("--config", "data files beside it")
 
 
-def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_conversion_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     size = {"width": 64, "height": 48}
     cat = {"image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40]}
@@ -163,16 +144,6 @@ def test_a_conversion_counts_and_names_what_is_left_out(terminal: Terminal, tmp_
     command = ("convert", "--from", "coco", coco, out, "--left-out", left_out)
     ended = terminal.data(*command)
     assert (ended.code, ended.err) == (0, "")
-    assert [row[:3] for row in words(ended.out)[1:3]] == [
-        ["2", "images", "1"],
-        ["5", "annotations", "1"],
-    ]
-    crowd = ["1", "annotations", "of", "a", "crowd", "left", "out", "annotation", "6"]
-    assert crowd in words(ended.out)
-    assert words(ended.out)[-2:] == [
-        ["Left", "out:", str(left_out)],
-        ["Data", "file:", str(out)],
-    ]
     assert '"desc": "café"' in out.read_text(encoding="utf-8")
     named = [json.loads(line) for line in left_out.read_text().splitlines()]
     assert [(n["annotation_id"], n["image_id"], n["image"], n["reason"]) for n in named] == [
@@ -216,13 +187,6 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
         make_data(out, 1, 1, 0)
 
 
-@pytest.mark.req("ARCH-01")
-def test_statistics_of_a_run_have_its_tokens_without_torch(run_yaml: Path) -> None:
-    ended = command("learner.cli", "data", "look", "--config", str(run_yaml))
-    assert ended.code == 0, ended.stderr
-    assert "torch" not in ended.heavy
-
-
 def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     long = box("[bold]" + "very " * 20 + "long", 0, 0, 99, 99)
@@ -232,11 +196,7 @@ def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) ->
 
 
 def test_samples_are_shown(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
-    for arguments, count in (
-        ([], 16),
-        (["--samples", 3, "--seed", 7], 3),
-        (["--lines", "24, 3,3"], 2),
-    ):
+    for arguments, count in (([], 16), (["--samples", 3], 3), (["--lines", "24, 3,3"], 2)):
         out = tmp_path / str(count)
         ended = terminal.data("look", toy_data.train_jsonl, "--out", out, *arguments)
         assert (ended.code, ended.err) == (0, "")

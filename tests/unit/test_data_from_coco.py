@@ -12,16 +12,15 @@ from PIL import Image
 from pycocotools import mask
 from pycocotools.coco import COCO
 
-from learner.data.check import check_files
 from learner.data.coco import read_coco
 from learner.data.conversion import Conversion, convert, write_records
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule
 from learner.data.toy import ToyData, make_data
 from learner.stages.coords import decode_bin
-from learner.types import GeometryKind, Shape
+from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import LYING, covers_a_pixel, paint, paint_all, unwatched
+from tests.unit.data_files import covers_a_pixel, paint, paint_all, unwatched
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02", "IO-01")
 
@@ -73,20 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_annotation_becomes_an_object(folder: Path) -> None:
-    conversion = converted(folder, GOOD)
-    assert conversion.records == [
-        {
-            "images": ["a.png"],
-            "width": 640,
-            "height": 480,
-            "objects": [{"desc": "cat", "bbox_2d": BINS}],
-            "metadata": {"image_id": 1},
-        }
-    ]
-    assert not conversion.account.counts
-
-
 @pytest.mark.parametrize(
     ("annotation", "rule"),
     [
@@ -94,20 +79,15 @@ def test_an_annotation_becomes_an_object(folder: Path) -> None:
         (cat(1, 1, 50, 50, category_id=99), Rule.UNKNOWN_CATEGORY),
         (cat(1, 1, 50, 50, category_id=19), Rule.NO_NAME),
         (cat(1, 1, 50, 50, image_id=99), Rule.UNKNOWN_IMAGE),
-        (cat(1, 1, 0, 50), Rule.NO_AREA),
         (cat(1, 1, 50, -50), Rule.NO_AREA),
         (cat(640, 1, 50, 50), Rule.OUTSIDE),
-        (cat(1, -90, 50, 90), Rule.OUTSIDE),
         (cat(1e308, 1e308, 1e308, 1e308), Rule.OUTSIDE),
         (cat(100, 100, 0.2, 50), Rule.THIN),
-        (cat(100, 100, 50, 0.1), Rule.THIN),
         (cat(63.99, 48, 320, 240), Rule.DUPLICATE),
         (cat(1, 2, 3, "xxx"), Rule.UNUSABLE),
-        (cat(1, 2, 3), Rule.UNUSABLE),
         (cat(1, 2, 3, NAN), Rule.UNUSABLE),
         (cat(), Rule.UNUSABLE),
         (cat(segmentation={"size": [480, 640], "counts": [1, 2, 3]}), Rule.UNUSABLE),
-        (cat(segmentation={"size": [0, 640], "counts": "abc"}), Rule.UNUSABLE),
         (17, Rule.UNUSABLE),
     ],
 )
@@ -125,6 +105,7 @@ def test_an_annotation_that_shows_no_object_is_left_out(
 
 COLUMNS = [480 * 64 + 48, *[240, 240] * 319, 240, 480 * 256 + 192]
 RLE = {"size": [480, 640], "counts": COLUMNS}
+COMPRESSED = mask.frPyObjects(RLE, 480, 640)["counts"].decode()
 
 
 @pytest.mark.parametrize(
@@ -133,22 +114,8 @@ RLE = {"size": [480, 640], "counts": COLUMNS}
         (cat(-64, 48, 128, 999), [0, 100, 100, 999], [Rule.CLIPPED]),
         (cat(0.005 - 0.01, 0, 640.009, 480.004), [0, 0, 999, 999], []),
         (cat(segmentation=[[64, 48, 384, 48, 384, 288, 64, 288]]), BINS, [Rule.NO_BOX]),
-        (
-            cat(segmentation=[[64, 48, 100, 48, 64, 90], [384, 288, 300, 288, 300, 200]]),
-            BINS,
-            [Rule.NO_BOX],
-        ),
         (cat(segmentation=RLE), BINS, [Rule.NO_BOX]),
-        (
-            cat(
-                segmentation={
-                    **RLE,
-                    "counts": mask.frPyObjects(RLE, 480, 640)["counts"].decode(),
-                }
-            ),
-            BINS,
-            [Rule.NO_BOX],
-        ),
+        (cat(segmentation=RLE | {"counts": COMPRESSED}), BINS, [Rule.NO_BOX]),
     ],
 )
 def test_a_box_is_clipped_or_that_of_the_mask(
@@ -208,15 +175,6 @@ def test_images_that_no_run_could_read_are_left_out_with_their_annotations(
     assert conversion.account.first[Rule.OTHER_SIZE] == "small.png"
 
 
-def test_the_annotated_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
-    paint(tmp_path / "a.jpg", (64, 48), orientation=LYING)
-    upright, stored = (
-        converted(tmp_path, images=[image(1, "a.jpg", size)]) for size in ((48, 64), (64, 48))
-    )
-    assert len(upright.records) == 1
-    assert stored.account.counts == {Rule.OTHER_SIZE: 1}
-
-
 def test_an_image_without_objects_is_kept_unless_it_is_to_be_skipped(folder: Path) -> None:
     kept = converted(folder)
     assert [record["objects"] for record in kept.records] == [[]]
@@ -254,18 +212,11 @@ ODD = [-64.0, 48.0, 384.0, 48.0, 383.9, 48.1, 64.0, 999.0, -64.0, 48.0]
             (segmentation, {"bbox_2d": BINS}, [Rule.NO_POLYGON])
             for segmentation in (
                 None,
-                [],
-                {"counts": "abc", "size": [480, 640]},
                 [TRIANGLE, TRIANGLE],
                 [TRIANGLE[:5]],
-                [TRIANGLE[:4]],
                 [[*TRIANGLE, "1", "2"]],
-                [[*TRIANGLE, NAN, 2.0]],
                 [[*TRIANGLE, 10**400, 2]],
-                ["polygon"],
-                3,
                 [[10.0, 10.0, 200.0, 10.0, 300.0, 10.0]],
-                [[10.0, 10.0, 10.1, 10.0, 10.0, 10.1]],
                 [[-10.0, 10.0, -20.0, 10.0, -15.0, 200.0]],
             )
         ),
@@ -280,24 +231,18 @@ def test_the_one_polygon_of_an_object_is_taken_or_its_box(
     assert list(conversion.account.counts) == rules
 
 
-def test_an_exported_file_comes_back_bin_for_bin(toy_data: ToyData, tmp_path: Path) -> None:
-    """pycocotools reads the same boxes, within half a bin."""
-    jsonl, exported = toy_data.train_jsonl, toy_data.coco_train
-    out = tmp_path / jsonl.name
-    conversion = convert(read_coco(exported, jsonl.parent), out, unwatched)
-    assert not conversion.account.counts
-    write_records(conversion, out)
-    samples, again = (read_samples(path, allow_poly=False) for path in (jsonl, out))
-    assert [s.objects for s in again] == [s.objects for s in samples]
-    assert [s.images[0].resolve() for s in again] == [s.images[0].resolve() for s in samples]
-    (report,) = check_files([out], allow_poly=False, lengths=None, canvas=256, watch=unwatched)
-    assert report.findings == []
-    reference = COCO(str(exported))
-    for sample in again:
-        annotations = reference.imgToAnns[sample.metadata["image_id"]]
+def test_pycocotools_reads_the_boxes_of_an_exported_file(toy_data: ToyData) -> None:
+    reference = COCO(str(toy_data.coco_train))
+    for image_id, sample in enumerate(read_samples(toy_data.train_jsonl, allow_poly=False), 1):
+        annotations = reference.imgToAnns[image_id]
         for annotation, item in zip(annotations, sample.objects, strict=True):
             assert reference.cats[annotation["category_id"]]["name"] == item.desc
-            assert_within_half_a_bin(annotation["bbox"], item.shape, (sample.width, sample.height))
+            x, y, width, height = annotation["bbox"]
+            sides = [sample.width, sample.height] * 2
+            corners = [
+                n / side for n, side in zip((x, y, x + width, y + height), sides, strict=True)
+            ]
+            assert corners == pytest.approx([decode_bin(k) for k in item.shape.coords])
 
 
 def test_an_export_into_a_relative_folder_names_its_images_from_there(
@@ -307,13 +252,6 @@ def test_an_export_into_a_relative_folder_names_its_images_from_there(
     toy = make_data(Path("toy"), train=1, val=1, seed=0)
     (picture,) = read_coco(toy.coco_val, Path()).pictures
     assert picture.name == "images/val/00000.png"
-
-
-def assert_within_half_a_bin(bbox: Any, shape: Shape, size: tuple[int, int]) -> None:
-    x, y, width, height = bbox
-    corners = (x, y, x + width, y + height)
-    for corner, k, side in zip(corners, shape.coords, size * 2, strict=True):
-        assert abs(corner / side - decode_bin(k)) <= 0.5 / 999 + 1e-9
 
 
 EDGES = st.floats(-200, 800) | st.sampled_from([-1e308, 0.0, 640.0, 480.0, 1e308])
@@ -350,17 +288,6 @@ def test_every_annotation_is_an_object_or_counted_and_the_file_is_valid(
     assert all(covers_a_pixel(o.shape) for o in sample.objects)
 
 
-@given(bbox=st.tuples(st.floats(0, 639), st.floats(0, 479), st.floats(1, 640), st.floats(1, 480)))
-def test_a_box_moves_by_half_a_bin_at_most(
-    folder: Path, bbox: tuple[float, float, float, float]
-) -> None:
-    x, y, width, height = bbox
-    inside = (x, y, min(width, 640 - x), min(height, 480 - y))
-    conversion = converted(folder, cat(*inside))
-    for coords in geometries(conversion) if conversion.records else []:
-        assert_within_half_a_bin(inside, Shape("bbox_2d", tuple(coords)), SIZE)
-
-
 def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
     (tmp_path / "photos" / "a").mkdir(parents=True)
     (tmp_path / "lists").mkdir()
@@ -385,14 +312,12 @@ EMPTY = {"images": [image(1)], "annotations": [], "categories": []}
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        ("[]", "it is a list"),
         ("{}", "it has no lists of images, annotations and categories"),
         (json.dumps([cat(1, 2, 3, 4, score=0.5)]), "a file of results"),
         (json.dumps({**EMPTY, "annotations": [{"segments_info": []}]}), "a panoptic file"),
         (json.dumps({**EMPTY, "images": [image(1), image(1, "b.png")]}), r"ids given twice: \[1\]"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("9" * 5_000, "not JSON"),
         ("\udcff", "it cannot be read"),
         ('{"annotations": [1], "annotations": []}', 'the key "annotations" is given 2 times'),
         (None, "there is no such file"),
@@ -419,7 +344,7 @@ def test_an_unusable_image_record_is_left_out(folder: Path, wrong: Any) -> None:
     assert conversion.account.counts == {Rule.BAD_IMAGE: 1}
 
 
-@pytest.mark.parametrize("size", [{}, {"width": 0, "height": 480}, {"width": NAN}])
+@pytest.mark.parametrize("size", [{}, {"width": 0, "height": 480}])
 def test_a_size_that_is_not_stated_is_that_of_the_image(folder: Path, size: Any) -> None:
     conversion = converted(folder, GOOD, images=[{"id": 1, "file_name": "a.png", **size}])
     assert geometries(conversion) == [BINS]
@@ -431,14 +356,3 @@ def test_two_records_of_one_image_are_one_sample(folder: Path) -> None:
     conversion = converted(folder, *annotations, images=[image(1), image(2, ".\\a.png")])
     assert geometries(conversion) == [BINS, [0, 0, 100, 100]]
     assert conversion.account.counts == {Rule.REPEATED_IMAGE: 1, Rule.REPEATED_ID: 1}
-
-
-def test_ids_may_be_text(folder: Path) -> None:
-    conversion = converted(
-        folder,
-        cat(64, 48, 320, 240, image_id="img", category_id="c"),
-        images=[image(1) | {"id": "img"}],
-        categories=[{"id": "c", "name": "cat"}],
-    )
-    assert conversion.objects == 1
-    assert conversion.records[0]["metadata"] == {"image_id": "img"}

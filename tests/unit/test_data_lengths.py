@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
-from learner.data.images import UnreadableImage
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits, chat_template
 from learner.data.toy import PROMPT, ToyData
@@ -138,11 +137,3 @@ def test_a_template_beside_the_tokenizer_alone_is_the_processors(
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     check_checkpoint(copy)
     assert read_processor(copy).chat_template == template
-
-
-def test_a_second_image_that_cannot_be_opened_is_told(
-    toy_checkpoint: Path, many_sizes: list[Sample]
-) -> None:
-    many_sizes[3].images[1].write_text("no image")
-    with pytest.raises(UnreadableImage):
-        measured(toy_checkpoint).images(many_sizes[3])

@@ -74,6 +74,8 @@ def test_a_folder_of_pictures_has_a_page_that_needs_no_network(
     assert text.count(f'<polygon points="{corners}" stroke="black"') == 3
     assert f'<polygon points="{corners}" stroke="{colour_of("cat <0>")}"' in text
     assert not re.search(r"https?:|<script|<link", text)
+    with Image.open(out / picture_name(samples[1])) as picture:
+        assert picture.width / picture.height == 48 / 64, "upright, as the model sees it"
 
 
 def test_an_image_of_another_size_than_its_line_is_told(
@@ -95,14 +97,6 @@ def test_links_of_the_page_are_quoted(samples: list[Sample], tmp_path: Path) -> 
     (source,) = _Page((tmp_path / "out" / "index.html").read_text()).images
     assert (tmp_path / "out" / unquote(source)).is_file()
     assert not set(source) & set("#? ")
-
-
-def test_an_image_is_drawn_upright_as_the_model_sees_it(
-    samples: list[Sample], tmp_path: Path
-) -> None:
-    write_page([samples[1]], tmp_path / "out")
-    with Image.open(tmp_path / "out" / picture_name(samples[1])) as picture:
-        assert picture.width / picture.height == 48 / 64
 
 
 def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_written(

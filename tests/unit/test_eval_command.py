@@ -30,7 +30,6 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.operate.eval_plan import plan_evaluation
 from learner.runs.resume import BEGINNING, find_start
-from learner.runs.rollout_log import LoggedAnswer
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.data_files import box as box_of_a_line
 from tests.unit.data_files import line, paint_all, write_lines
@@ -123,7 +122,6 @@ def test_adapter_is_scored_on_the_model_of_the_config_and_must_fit_it(
 @pytest.mark.parametrize(
     ("missing", "found"),
     [
-        ("config.json", "has no config.json"),
         ("tokenizer.json", "has no tokenizer.json"),
         ("model.safetensors", "holds no .*safetensors"),
         ("", "is not whole"),
@@ -153,9 +151,8 @@ def test_bad_data_folder_and_processes_are_refused(
     (tmp_path / "out" / "file").touch()
     with pytest.raises(ContractError, match="not an empty directory"):
         plan_evaluation(config, out=tmp_path / "out")
-    without = parse_config(merge(mapping, {"data": {"val_jsonl": None}}))
     with pytest.raises(ContractError, match="and so is --data"):
-        plan_evaluation(without)
+        plan_evaluation(parse_config(merge(mapping, {"data": {"val_jsonl": None}})))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ContractError, match="without torchrun"):
         plan_evaluation(config)
@@ -289,34 +286,21 @@ def scored(answers: list[ScoredAnswer], folder: Path) -> Scored:
 
 def test_evaluation_is_complete_and_read_back(found: list[ScoredAnswer], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    whole = scored(list(reversed(found)), tmp_path)
-    json.dumps(whole.numbers(), allow_nan=False)
-    write_evaluation(out, whole, {"checkpoint": "checkpoint-3", "settings": {"a": 1}})
+    write_evaluation(out, scored(list(reversed(found)), tmp_path), {"checkpoint": "checkpoint-3"})
     assert read_answers(out) == read_answers(out / ANSWERS) == found
-    assert isinstance(read_answers(out)[0], LoggedAnswer)
     line = json.loads((out / ANSWERS).read_text(encoding="utf-8").split("\n")[1])
     assert (line["hits"], line["precision"], line["recall"]) == (1, 1.0, 0.5)
     numbers = json.loads((out / "scores.json").read_text())
-    assert (numbers["checkpoint"], numbers["settings"]) == ("checkpoint-3", {"a": 1})
     assert numbers["scores"]["recall"] == pytest.approx(9 / 12)
-    assert numbers["scores"]["precision"] == 1
-    assert numbers["coco"]["bbox"]["objects"]["ap"] == whole.detected["bbox"].objects.ap
     assert numbers["coco"]["bbox"]["objects"]["ap_large"] is None
-    assert [c["name"] for c in numbers["coco"]["bbox"]["categories"]] == ["cat", "dog"]
-    truth = json.loads((out / "coco_gt.json").read_text())
-    assert [image["file_name"] for image in truth["images"]] == ["scene.png"] * 6
-    assert len(json.loads((out / "coco_preds.json").read_text())) == 9
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "checkpoint-3" in page
     assert found[2].sample_id in page
 
 
 @pytest.mark.req("IO-01")
-@pytest.mark.parametrize(("form", "sure"), [("coco", True), ("lvis", True), ("coco", False)])
-def test_predictions_are_results_for_the_converted_data_file(
-    form: str, sure: bool, tmp_path: Path
-) -> None:
-    """`sure`: there are log-probabilities."""
+@pytest.mark.parametrize("form", ["coco", "lvis"])
+def test_predictions_are_results_for_the_converted_data_file(form: str, tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png", "b.png"])
     lists = {"metadata": {"neg_categories": ["bird"]}} if form == "lvis" else {}
     objects = [box_of_a_line(o.desc, *o.shape.coords) for o in (DOG, CAT)]
@@ -331,7 +315,7 @@ def test_predictions_are_results_for_the_converted_data_file(
         )
     ]
     for number, item in enumerate(o for answer in answers for o in answer.parse.objects):
-        item.confidence = 0.25 * (number + 1) if sure else None
+        item.confidence = 0.25 * (number + 1)
     out = tmp_path / "out"
     write_evaluation(out, Scored.of(answers, data, polygons=False), {})
 
@@ -343,8 +327,7 @@ def test_predictions_are_results_for_the_converted_data_file(
         if one["category_id"] in truth.cats
     ]
     assert found == [("b.png", "cat"), ("a.png", "dog")]
-    scores = [one["score"] for one in results.anns.values()]
-    assert scores == ([0.25, 0.5, 0.75] if sure else [1, 1, 1])
+    assert [one["score"] for one in results.anns.values()] == [0.25, 0.5, 0.75]
     own = json.loads((out / "coco_gt.json").read_text())
     assert own["categories"][:-1] == truth.dataset["categories"]
     assert own["categories"][-1]["name"] == "a cow"

@@ -81,14 +81,10 @@ def test_hit_needs_place_and_description(toy_tokenizer: PreTrainedTokenizerFast)
     text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
     found = scored(toy_tokenizer, (text, [CAT, DOG, BIRD]))
     assert counts(found) == (2, 3, 1, 2, 0)
-    assert found.precision == pytest.approx(1 / 2)
-    assert found.recall == pytest.approx(1 / 3)
-    assert found.f1 == pytest.approx(2 * 1 / (2 + 3))
-    assert found.box_precision == 1.0
-    assert found.box_recall == pytest.approx(2 / 3)
-    assert found.box_f1 == pytest.approx(2 * 2 / (2 + 3))
+    assert (found.precision, found.recall, found.f1) == pytest.approx((1 / 2, 1 / 3, 2 / 5))
+    boxes = (found.box_precision, found.box_recall, found.box_f1)
+    assert boxes == pytest.approx((1, 2 / 3, 4 / 5))
     own = answer(toy_tokenizer, text, [CAT, DOG, BIRD])
-    assert (own.match.pairs, own.match.false_negatives) == ([(0, 0), (1, 1)], [2])
     assert (own.hits, own.precision) == (1, 1 / 2)
     assert (own.recall, own.f1) == pytest.approx((1 / 3, 2 / 5))
 
@@ -227,7 +223,6 @@ def test_duplicate_has_description_and_nearly_the_place_of_an_earlier_one(
 @pytest.mark.parametrize(
     ("there", "right", "oversized"),
     [
-        (box("cat", 0, 0, 100, 100), 999, 1),
         (box("cat", 0, 0, 100, 100), 940, 0),
         (box("cat", 0, 0, 999, 900), 999, 0),
         (box("dog", 0, 0, 999, 900), 999, 1),
