@@ -322,13 +322,12 @@ class Config(StrictModel):
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None or VARIANTS[custom.trainer_variant].grouped == (section is not None):
             return section
-        variant = f"custom.trainer_variant{': ' if section is None else ' is '}"
-        variant += custom.trainer_variant
+        variant = custom.trainer_variant
         if section is None:
-            found = f"this key is required and missing with {variant}"
+            found = f"this key is required and missing with custom.trainer_variant: {variant}"
             raise Refusal(found, "State group_size, advantage and reward")
         do = "Remove it, or use custom.trainer_variant: stage2_group_relative"
-        raise Refusal(f"is given, and {variant}", do)
+        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do)
 
     @field_validator("rollout_matching")
     @classmethod

@@ -4,8 +4,8 @@
     prepare_folder()   truncates the logs to the checkpoint, so that each step is in them once
 
 A resumed run has the config of `resolved_config.yaml`, except the keys that the schema marks
-`FreeOnResume`: its length, what it saves and logs, and the backend. No other key may change the
-samples of a step, the weights or the loss. Another backend changes which answers share a pack.
+`FreeOnResume`: its length, what it saves and logs, and the backend. These do not change the samples
+of a step or the loss. Another backend changes which answers share a pack.
 """
 
 import hashlib
