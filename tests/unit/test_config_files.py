@@ -20,13 +20,7 @@ from learner.config.yaml12 import read_mapping
 from learner.objectives.config import PipelineConfig
 from shared_contracts.errors import ContractError
 from shared_contracts.yaml12 import Steps
-from tests.unit.config_faults import (
-    CONFIGS,
-    SHIPPED,
-    changed,
-    config_name,
-    written,
-)
+from tests.unit.config_faults import CONFIGS, SHIPPED, changed, config_name, written
 
 
 def error_of(path: Path) -> ContractError:
