@@ -156,7 +156,7 @@ CoordContextMode = Literal["st", "soft", "hard"]
 
 
 def _plain(number: Decimal) -> float | str:
-    """A float where it is read back as this decimal, else text."""
+    """Return a float if it reads back as this decimal, else text."""
     return float(number) if Decimal(repr(float(number))) == number else str(number)
 
 

@@ -80,7 +80,7 @@ def logins_missing(
     for place, tracker in enumerate(report_to):
         proofs = () if tracker == NOTHING else _LOGINS.get(tracker, ())
         if proofs and not any(_has_login(proof, environment, home) for proof in proofs):
-            found = f"{tracker}, and no login for it is seen here ({', '.join(proofs)})"
+            found = f"{tracker}, and this machine has no login for it ({', '.join(proofs)})"
             do = "Log in as its documentation says, or take it out"
             errors.append(ContractError(f"training.report_to[{place}]", found, do))
     return errors

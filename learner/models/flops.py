@@ -37,7 +37,7 @@ class Arithmetic:
         """config: transformers' config of the model."""
         forward = dict.fromkeys(("text", "head", "vision", "merged"), 0.0)
         both = dict(forward)
-        sees = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
+        tuned = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
         text, vision = config.get_text_config(), config.vision_config
         for name, used, weight in _products(model, text):
             kind = "text"
@@ -45,7 +45,7 @@ class Arithmetic:
                 kind = "head"
             elif "visual" in name:
                 kind = "merged" if "merger" in name else "vision"
-            passed = kind in ("text", "head") or (sees and not name.endswith("patch_embed.proj"))
+            passed = kind in ("text", "head") or (tuned and not name.endswith("patch_embed.proj"))
             forward[kind] += 2 * used
             both[kind] += 2 * used * (1 + passed + weight.requires_grad)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -54,7 +54,7 @@ class Arithmetic:
         both["text"] += 3 * linear
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         causal = 2.0 * text.num_attention_heads * width * kinds.count("full_attention")
-        layer, backward = 4.0 * vision.hidden_size, _ATTENTION if sees else 1
+        layer, backward = 4.0 * vision.hidden_size, _ATTENTION if tuned else 1
         full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
         frames, windows = layer * full, layer * (vision.depth - full)
         return cls(

@@ -212,15 +212,14 @@ def _rows_to_train(
     modules = vocab_modules(model)
     why = next(filter(None, (untrained(m.weight[vocab.ids].detach()) for m in modules)), None)
     key = "tuner.train_coordinate_rows"
-    if tuner.adapts_rows or tuner.train_coordinate_rows is False:
-        left = f"Warning: the rows of the coordinate tokens look untrained ({why}), and {key}"
-        return [], () if why is None else (f"{left} leaves them to the adapters",)
     if tuner.train_coordinate_rows is True:
         return vocab.ids, ()
     if why is None:
         return [], ()
-    look = f"The rows of the coordinate tokens look untrained ({why})"
-    return vocab.ids, (f"{look}: they are trained, too ({key})",)
+    rows = f"rows of the coordinate tokens look untrained ({why})"
+    if tuner.adapts_rows or tuner.train_coordinate_rows is False:
+        return [], (f"Warning: the {rows}, and {key} leaves them to the adapters",)
+    return vocab.ids, (f"The {rows}: they are trained, too ({key})",)
 
 
 def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) -> nn.Module:

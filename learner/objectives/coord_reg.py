@@ -72,7 +72,7 @@ class CoordRegModule(Objective):
         text = {c for m in modules if m.supervises_text for c in m.channels}
         if weight > 0 and (lost := sorted(set(self.channels) - text)):
             yield Refusal(
-                f"{weight} in channel {lost[0]}, where no token_ce supervises text",
+                f"{weight} in channel {lost[0]}, in which no token_ce supervises text",
                 "Set it to 0, or list the channel in token_ce",
                 "config.text_gate_weight",
             )

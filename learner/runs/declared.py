@@ -231,7 +231,7 @@ def _losses() -> Iterator[Metric]:
     """Yield the loss metrics of every objective, in the order of the prefixes."""
     for (channel, family), prefix in LOSS_PREFIX.items():
         which = "" if channel == "B" else f", {'first' if family == 'text' else 'last'} forward"
-        also = {"context_text": f" and {_ITERATED}", "departure": ", where duplicates depart"}
+        also = {"context_text": f" and {_ITERATED}", "departure": ", if duplicates depart"}
         when = f"with a weight above 0{also.get(family, '')}"
         for objective in OBJECTIVES:
             for name, meaning in objective.metrics.get(family, {}).items():

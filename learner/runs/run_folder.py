@@ -184,8 +184,8 @@ def identity_of_this_process() -> dict[str, Any]:
 def is_alive(identity: dict[str, Any]) -> bool:
     """Return whether a process runs; false for one of another container or another boot."""
     here = _pid_space()
-    seen = bool(here) and here.items() <= identity.items()
-    return bool(seen and _start_ticks(identity["pid"]) == identity["start_ticks"])
+    same_space = bool(here) and here.items() <= identity.items()
+    return same_space and _start_ticks(identity["pid"]) == identity["start_ticks"]
 
 
 def _pid_space() -> dict[str, str]:
