@@ -137,7 +137,7 @@ class Experiment:
         self._console.print("[bold]vision tower[/]")
         samples = read_samples(self._world("crowded").train_jsonl, allow_poly=False)
         pretrain_vision(
-            random, samples, model, steps, 0, lambda step, lost: print(lost.told(step, steps))
+            random, samples, model, steps, 0, lambda step, lost: print(lost.line(step, steps))
         )
 
     def _learn_in_common(self) -> None:

@@ -105,6 +105,6 @@ def pretrain_vision(
     require_free(out)
     samples = read_samples(data, allow_poly=False)
     toy_vision.pretrain_vision(
-        model, samples, out, steps, seed, lambda step, losses: typer.echo(losses.told(step, steps))
+        model, samples, out, steps, seed, lambda step, losses: typer.echo(losses.line(step, steps))
     )
     typer.echo(f"Model: {out}")

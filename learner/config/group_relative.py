@@ -37,11 +37,11 @@ class RewardConfig(StrictModel):
 
 
 class GroupRelativeConfig(StrictModel):
-    """Groups of sampled answers, and what each is worth beside the others of its group."""
+    """Groups of sampled answers, and how an answer is compared with the others of its group."""
 
     group_size: int = Field(ge=2, description="answers to each sample of a step of channel B")
     advantage: Literal["mean", "mean_std"] = Field(
         description="`mean`: the reward less the mean of its group; `mean_std`: this over the "
         "standard deviation of the group"
     )
-    reward: RewardConfig = Field(description="what an answer is worth; all its keys")
+    reward: RewardConfig = Field(description="the terms of an answer's reward; all its keys")

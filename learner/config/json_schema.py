@@ -1,7 +1,7 @@
-"""JSON Schema (draft 2020-12) of a training YAML as people write it, for editors (CFG-10).
+"""JSON Schema (draft 2020-12) of a training YAML, for editors (CFG-10).
 
-It requires no key: a file may leave any to the one it `extends`. What only the loader knows, such
-as keys that must agree with each other, is not in it.
+It requires no key: the file in `extends` may have it. It leaves out what only the loader checks,
+such as keys that must agree with each other.
 """
 
 import json
@@ -17,8 +17,8 @@ from learner.config.training import NULL_MEANS_DERIVED
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
-    "description": "file, relative to this one, that this one is put on top of: mappings merge, "
-    "all else is replaced whole",
+    "description": "file, relative to this one, whose keys this one adds to or replaces: mappings "
+    "merge, all else is replaced whole",
 }
 
 
@@ -37,19 +37,16 @@ class _Partial(GenerateJsonSchema):
 
 
 def schema_text() -> str:
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema of the whole file."""
+    """Return the schema of the whole file."""
     schema = Config.model_json_schema(schema_generator=_Partial)
     schema["$defs"]["CustomConfig"]["properties"][IGNORED_KEY[1]] = {"description": "ignored"}
     training = schema["$defs"]["TrainingConfig"]["properties"]
     for key in NULL_MEANS_DERIVED:
         training[key] = {"anyOf": [training[key], {"type": "null"}]}
-    return {
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
         "title": "Training YAML",
         "properties": {"extends": _EXTENDS} | schema["properties"],
     }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

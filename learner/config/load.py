@@ -1,9 +1,9 @@
 """From a YAML file to a checked `Config`: extends, retired keys, types. Imports no torch.
 
-    read_written   file -> mapping, `extends` merged in, and where each key is written
+    read_written   file -> mapping, `extends` merged in, and the line of each key
     load_mapping   file -> that mapping alone
-    parse_config   mapping -> Config, or every fault at once
-    load_config    all of it; each fault has its file and line
+    parse_config   mapping -> Config; reports all errors together
+    load_config    file -> Config; each error has its file and line
     dump_resolved  Config -> YAML text that loads to an equal Config
 
 Relative paths inside a file start at the current working directory, except `extends`,
@@ -28,14 +28,14 @@ from shared_contracts.extends import merge_chain, read_chain
 from shared_contracts.strict_model import contract_errors, joined
 from shared_contracts.yaml12 import Steps
 
-# `file:line` of every key and list item: the place that decides, then those it overrides.
+# `file:line` of every key and list item: the place in effect, then those it overrides.
 Origins = dict[Steps, tuple[str, ...]]
 
 
 class Written(NamedTuple):
-    """A training YAML on top of the files it extends; the values are unchecked.
+    """A training YAML, merged into the files it extends; the values are unchecked.
 
-    faults: of a canonical profile (CFG-04).
+    faults: those of a canonical profile (CFG-04).
     """
 
     mapping: dict[str, Any]
@@ -44,12 +44,12 @@ class Written(NamedTuple):
 
 
 def load_config(path: str | Path) -> Config:
-    """The checked config of a YAML file; ContractErrors names every fault in it."""
+    """Return the checked config of a YAML file; raises ContractErrors with every fault."""
     return check_written(read_written(path))
 
 
 def check_written(written: Written) -> Config:
-    """The checked config; ContractErrors names every fault and the line it is written in."""
+    """Return the checked config; raises ContractErrors with every fault and its line."""
     try:
         return parse_config(written.mapping, written.faults)
     except ContractErrors as error:
@@ -57,7 +57,7 @@ def check_written(written: Written) -> Config:
 
 
 def load_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping of a YAML file on top of the files it extends; its values are unchecked."""
+    """Return the mapping of a YAML file, merged into the files it extends, unchecked."""
     written = read_written(path)
     if written.faults:
         raise ContractErrors(written.faults)
@@ -65,7 +65,7 @@ def load_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def read_written(path: str | Path) -> Written:
-    """Read a YAML file and the files it extends; ContractError for what is no YAML."""
+    """Read a YAML file and the files it extends; raises ContractError for invalid YAML."""
     lines: list[dict[Steps, int]] = []
 
     def read(file: Path) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def read_written(path: str | Path) -> Written:
     chain, mappings = read_chain(Path(path), read)
     faults = list(leaf_errors(mappings[0], chain))
     merged = merge_chain(mappings)
-    # The first file from the leaf on that has a path decides its value: a file that replaces a
-    # section around the path removes the path from `merged`.
+    # A path has the value of the first file, from the leaf on, that has the path. If a file
+    # replaces a section around it, `merged` does not have the path.
     files = list(zip(map(_tidy, chain), lines, strict=True))
     origins = {
         steps: tuple(f"{file}:{known[steps]}" for file, known in files if steps in known)
@@ -87,9 +87,9 @@ def read_written(path: str | Path) -> Written:
 
 
 def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -> Config:
-    """Check a mapping; every unknown, retired, missing or wrong key at once.
+    """Check a mapping; ContractErrors has every unknown, retired, missing and wrong key.
 
-    known: faults that were found already.
+    known: earlier faults, which are reported with them.
     """
     errors = [*known, *retired_errors(mapping)]
     section, key = IGNORED_KEY  # in silence (RES-13)
@@ -106,13 +106,13 @@ def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -
 
 
 def _related(error: ContractError, known: ContractError) -> bool:
-    """Whether a path is the other one, or a part or a section of it."""
+    """Return whether the paths of two errors are equal, or one is a section of the other."""
     short, long = sorted((error.where, known.where), key=len)
     return long == short or long.startswith((f"{short}.", f"{short}["))
 
 
 def dump_resolved(config: Config) -> str:
-    """YAML text of every key with its effective value."""
+    """Return YAML text of every key with its effective value."""
     return dump_mapping(config.model_dump())
 
 
@@ -120,7 +120,7 @@ _LAST_STEP = re.compile(r"(\.?[^.\[\]]+|\[\d+\])$")
 
 
 def located(error: ContractError, origins: Origins) -> ContractError:
-    """The error with the place of its key, or of the section that lacks the key."""
+    """Return the error with the line of its key, or of the section that lacks the key."""
     places = {dotted(steps): places[0] for steps, places in origins.items()}
     path = error.where
     while path and path not in places:
@@ -132,7 +132,7 @@ def located(error: ContractError, origins: Origins) -> ContractError:
 
 
 def dotted(steps: Steps) -> str:
-    """`("a", 0, "b")` -> `a[0].b`."""
+    """Join steps: `("a", 0, "b")` -> `a[0].b`."""
     names = (f"[{step}]" if isinstance(step, int) else step for step in steps)
     return reduce(joined, names, "")
 
@@ -145,14 +145,13 @@ def _paths(value: Any, at: Steps = ()) -> Iterator[Steps]:
 
 
 def _tidy(path: Path) -> Path:
-    """`prod/../base.yaml` -> `base.yaml`, where no link makes that another file."""
+    """Shorten `prod/../base.yaml` to `base.yaml`, unless a link makes that another file."""
     short = Path(os.path.normpath(path))
     return short if short.exists() and short.samefile(path) else path
 
 
-# --- Canonical profiles state themselves what they vary (CFG-04).
-# `configs/VARIANT/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which extends nothing, and
-# state the fields below themselves, whatever the base says.
+# --- Canonical profiles (CFG-04): `configs/VARIANT/{prod,smoke}/*.yaml` extend exactly
+# `../base.yaml`, which extends nothing, and have the fields below, even if the base has them.
 
 LEAF_FOLDERS = ("prod", "smoke")
 BASE = "../base.yaml"
@@ -178,18 +177,19 @@ LEAF_FIELDS = {
 
 
 def canonical_variant(path: Path) -> str | None:
-    """The variant whose canonical leaf a file is: it lies beside the variant's base, one below.
+    """Return the variant of a canonical profile; None for another file.
 
-    A run folder may have the name of a leaf's folder, and has no base.
+    The profile is one folder below the base of its variant. A run folder may be called `prod`,
+    too, but has no base.
     """
-    folder = Path(os.path.abspath(path)).parent  # folds `..`, unlike Path.absolute
+    folder = Path(os.path.abspath(path)).parent  # resolves `..`, unlike Path.absolute
     variant = folder.parent.name
     named = folder.name in LEAF_FOLDERS and variant in LEAF_FIELDS
     return variant if named and (folder / BASE).is_file() else None
 
 
 def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:
-    """Faults of a canonical leaf; none for other files.
+    """Yield the faults of a canonical profile; none for other files.
 
     leaf: the file's own mapping, `extends` included.
     chain: the files from the leaf to the last base.
@@ -206,19 +206,16 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
         derived = key in NULL_MEANS_DERIVED
         stated = stated if isinstance(stated, dict) else {}
         if key not in stated or (derived and stated[key] is None):
-            found = f"the canonical profile does not state it itself ({shown})"
-            do = f"State it in {chain[0]}{', and not as null' if derived else ''}"
+            found = f"the canonical profile does not have the key itself ({shown})"
+            do = f"Set it in {chain[0]}{', and not to null' if derived else ''}"
             yield ContractError(field, found, do)
 
 
 def show_config(path: Path, all_origins: bool = False) -> str:
-    """YAML text that loads to an equal config.
+    """Return YAML text that loads to an equal config; raises ContractErrors as `load_config`.
 
-    The comment beside a value is the `file:line` that decides it, `derived` from another
-    key, or `default`. all_origins: after it, the lines that were overridden.
-
-    Raises:
-        ContractErrors: as `load_config`.
+    The comment beside a value is its `file:line`, `derived` (from another key) or `default`.
+    all_origins: the comment also has the lines that this one overrides.
     """
     written = read_written(path)
     config = check_written(written)

@@ -1,7 +1,4 @@
-"""Keys of the contract that this learner refuses, and what to do instead (CFG-03).
-
-Nothing here is a default or an alias: each of these keys is an error.
-"""
+"""Retired keys: each is an error that says what to use instead (CFG-03)."""
 
 import re
 from collections.abc import Iterator
@@ -87,7 +84,7 @@ RETIRED_VALUES = {
     },
 }
 
-# Sections without keys, and what to use in place of those of other programs (RES-30).
+# Sections without keys, and what replaces the keys that other programs have there (RES-30).
 EMPTY_SECTIONS = {
     "quantization": "to train adapters over frozen weights, set tuner.train_type to lora",
     "rlhf": "the objective is the pipeline of the trainer's variant",
@@ -98,13 +95,13 @@ EMPTY_SECTIONS = {
 
 
 def retired_errors(value: Any, where: str = "") -> Iterator[ContractError]:
-    """Every retired key in the mapping at the path `where`, in the order they are written."""
+    """Yield an error for every retired key in the mapping at the path `where`, in its order."""
     entries: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
         entries = ((f"[{index}]", item) for index, item in enumerate(value))
     for key, item in entries:
         path = joined(where, key)
-        old = path.startswith(_OLD_ROLLOUT)  # its keys have their paths in the new section
+        old = path.startswith(_OLD_ROLLOUT)  # keys below it have moved to `rollout_matching`
         new = _INDEX.sub("[]", path.replace(_OLD_ROLLOUT, "rollout_matching") if old else path)
         if do := RETIRED_KEYS.get(new):
             yield ContractError(path, "this key is retired", do)
@@ -117,6 +114,6 @@ def retired_errors(value: Any, where: str = "") -> Iterator[ContractError]:
 
 
 def with_instead(error: ContractError) -> ContractError:
-    """The error; about a section without keys, it also says what to use."""
+    """Return the error; for a section without keys, `do` also says what to use instead."""
     instead = EMPTY_SECTIONS.get(error.where.partition(".")[0])
     return ContractError(error.where, error.found, f"{error.do}; {instead}") if instead else error

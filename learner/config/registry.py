@@ -1,6 +1,6 @@
-"""What a run chooses by name. A new one is a module, and one line here: `name: module:object`.
+"""Answer formats and model families by name. Each has one line here: `name: module:object`.
 
-The modules are imported when they are asked for: the config knows their names alone.
+`load_registered` imports the module. The config has the names alone.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ MODEL_FAMILIES = {
 
 
 def model_family(model_type: str | None) -> Any:
-    """The `Family` of a `model_type`; ContractError for one that is not known."""
+    """Return the `Family` of a `model_type`; raises ContractError for an unknown one."""
     if model_type not in MODEL_FAMILIES:
-        found = f"its model_type is {model_type}, whose images and positions are not known"
+        found = f"its model_type is {model_type}, which has no family here"
         raise ContractError("model.model", found, f"Use one of {', '.join(MODEL_FAMILIES)}")
     return load_registered(MODEL_FAMILIES, model_type)
 
 
 def load_registered(registry: Mapping[str, str], name: str) -> Any:
-    """The object that a registry has under a name."""
+    """Import the object that a registry has under a name."""
     return resolve_name(registry[name])

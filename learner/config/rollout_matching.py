@@ -22,7 +22,7 @@ class DecodingConfig(StrictModel):
 
 
 class MatchingConfig(StrictModel):
-    """Which prediction is which ground truth, and where its points should move."""
+    """How predictions are matched to ground truths, and the targets of matched points."""
 
     candidate_top_k: int = Field(default=10, ge=1)
     """ground truths considered per prediction"""
@@ -98,7 +98,7 @@ class EvalDetectionConfig(StrictModel):
 
 
 class RolloutMatchingConfig(SharedRolloutConfig):
-    """`rollout_matching`: who answers, how answers are decoded, matched and kept in supply."""
+    """`rollout_matching`: the backend, and how answers are decoded, matched and prefetched."""
 
     rollout_backend: FreeOnResume[Literal["vllm", "hf"]] = "vllm"
     """what generates answers: vLLM, or transformers in the learner itself"""
@@ -107,7 +107,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     num_beams: int | None = Field(default=None, ge=2)
     """number of beams, with `decode_mode: beam`"""
     offload: FreeOnResume[OffloadConfig] = OffloadConfig()
-    """what makes room for a colocated server; without one it changes nothing"""
+    """what is moved away to make room for a colocated server; no effect without one"""
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
     repetition_penalty: float = Field(default=1.0, gt=0)
@@ -129,7 +129,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     @property
     def backend(self) -> BackendName:
-        """Which of the three implementations of the rollout backend the run uses (ARCH-03)."""
+        """The implementation of the rollout backend (ARCH-03)."""
         return "hf" if self.rollout_backend == "hf" else self.vllm.mode
 
     def disagreements(self) -> Iterator[Refusal]:
@@ -151,7 +151,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     def _of_logprobs(self) -> Iterator[Refusal]:
         if self.logprobs and self.rollout_backend == "hf":
             do = "Set it to false, or rollout_matching.rollout_backend to vllm"
-            yield Refusal("is true, and the backend hf gives none", do, "logprobs")
+            yield Refusal("is true, and the backend hf returns none", do, "logprobs")
         if self.max_logprob_mismatch is not None and not self.logprobs:
             found = f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared"
             do = "Set rollout_matching.logprobs to true, or remove the bound"
@@ -164,10 +164,10 @@ class RolloutMatchingConfig(SharedRolloutConfig):
             yield Refusal("beam, and rollout_backend is vllm", do, "decode_mode")
         if beam != (self.num_beams is not None):
             found = "is missing with" if beam else "is given without"
-            do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
+            do = "Set it to 2 or more" if beam else "Remove it, or set decode_mode to beam"
             yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
         elif beam and self.eval_detection.greedy:
-            found = "is true, and decode_mode is beam, by which evaluations are decoded, too"
+            found = "is true, and decode_mode is beam, which evaluations use, too"
             do = "Set it to false, or decode_mode to greedy or sampling"
             yield Refusal(found, do, "eval_detection.greedy")
         elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
@@ -191,7 +191,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         if guard.enabled and guard.min_new_tokens >= self.max_new_tokens:
             yield Refusal(
                 f"{guard.min_new_tokens}, and no answer is longer than max_new_tokens "
-                f"{self.max_new_tokens}: nothing would ever be ended",
+                f"{self.max_new_tokens}: the guard has no effect",
                 "Lower it, or set repeat_terminate.enabled to false",
                 "repeat_terminate.min_new_tokens",
             )

@@ -1,8 +1,8 @@
 """The whole of a training YAML, as types (CFG-02). Imports no torch.
 
-These models alone own the shape: a key that is not a field here is refused. Sections of
-their own are in `training.py` and `rollout_matching.py`, modules of the objective in
-`learner.objectives`; what the rollout server shares is in `shared_contracts.rollout_config`.
+A key that is not a field of these models is refused. `training.py`, `rollout_matching.py` and
+`group_relative.py` have sections, `learner.objectives` the modules of the objective, and
+`shared_contracts.rollout_config` the keys that the rollout server has, too.
 
 The trainer's variant decides which section declares the objective (RES-02, CFG-08):
 
@@ -10,7 +10,7 @@ The trainer's variant decides which section declares the objective (RES-02, CFG-
     stage2_rollout_aligned     rollout_matching.pipeline    channel B alone, polygons too
     stage2_group_relative      stage2_ab.pipeline           channels A and B, groups of answers
 
-Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the variant.
+Training code reads `Config.pipeline`, `b_ratio` and `allow_poly`, not the variant.
 """
 
 from collections.abc import Iterator
@@ -48,14 +48,14 @@ class ModelConfig(StrictModel):
     torch_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """data type of the forward; trained weights are float32"""
     attn_implementation: FreeOnResume[AttentionChoice] = "auto"
-    """attention within packed rows; `auto`: torch's own for packed rows on CUDA, segment by segment
+    """attention within packed rows; `auto`: torch's `varlen_attn` on CUDA, segment by segment
     elsewhere; the others by transformers' name"""
     gradient_checkpointing: FreeOnResume[bool] = False
     """recompute activations to save memory"""
 
 
-# Marks of other formats, and tokens of the chat template: in a prompt they would be text, or
-# turn it into something else.
+# Image marks of other formats, which the model would read as text, and special tokens of the chat
+# template, which would change the structure of the prompt.
 _MARKS = {
     **dict.fromkeys(
         ("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -84,7 +84,7 @@ class TemplateConfig(StrictModel):
 
 
 class DataConfig(StrictModel):
-    """The files of samples, and what is done about those whose images are bad."""
+    """The files of samples, and what happens to samples with bad images."""
 
     train_jsonl: AbsolutePath = Field(description="samples to train on")
     val_jsonl: FreeOnResume[AbsolutePath | None] = None
@@ -98,7 +98,7 @@ class DataConfig(StrictModel):
 
     @property
     def doubt(self) -> str | None:
-        """What is wrong with the choice of files, though a run takes it."""
+        """A warning about the files; None if there is none."""
         train, val = self.train_jsonl, self.val_jsonl
         if val is None or not (train.is_file() and val.is_file() and train.samefile(val)):
             return None
@@ -134,7 +134,7 @@ class LoraTuner(StrictModel):
 
     @property
     def adapts_rows(self) -> bool:
-        """Whether adapters are asked for of the embedding or the head, whose rows tokens have."""
+        """Whether `target_modules` names the embedding or the output head."""
         targets = [] if self.target_modules == "all-linear" else self.target_modules
         return any(name.split(".")[-1] in ("embed_tokens", "lm_head") for name in targets)
 
@@ -156,12 +156,12 @@ CoordContextMode = Literal["st", "soft", "hard"]
 
 
 def _plain(number: Decimal) -> float | str:
-    """A float where it is read back as this decimal, else text."""
+    """Return a float if it reads back as this decimal, else text."""
     return float(number) if Decimal(repr(float(number))) == number else str(number)
 
 
 class ScheduleConfig(StrictModel):
-    # No float is written with more places; exact arithmetic takes memory by the place.
+    # 340: no float has more decimal places. Exact arithmetic needs memory for each of them.
     b_ratio: Annotated[Decimal, PlainSerializer(_plain)] = Field(
         strict=False, ge=0, le=1, decimal_places=340
     )
@@ -169,22 +169,22 @@ class ScheduleConfig(StrictModel):
 
 
 class ChannelBConfig(StrictModel):
-    """What is kept of the model's own answers (CLEAN-01)."""
+    """Which part of the model's own answers a target keeps (CLEAN-01)."""
 
     prefix: Literal["verbatim", "clean", "matched"] = "verbatim"
-    """`verbatim`: an answer is continued as it is; `clean`: objects that repeat an earlier one of
-    the answer are removed first; `matched`: objects that no annotation matches are"""
+    """`verbatim`: an answer is continued as it is; `clean`: objects that repeat an earlier one are
+    removed first; `matched`: objects that no annotation matches are removed first"""
     duplicate_iou: float = Field(default=0.9, gt=0, le=1)
     """with `prefix: clean`, the IoU from which an object repeats an earlier one of the same
     description"""
 
 
 class Stage2ABConfig(StrictModel):
-    """Which steps run which channel, what each of them makes of a sample, and the objective."""
+    """The schedule of the channels, their options, and the objective."""
 
     schedule: ScheduleConfig = Field(description="which steps are channel B")
     channel_b: ChannelBConfig = ChannelBConfig()
-    """what is kept of the model's own answers"""
+    """which part of the model's own answers a target keeps"""
     n_softctx_iter: int = Field(default=1, ge=1)
     """number of forwards of channel A; 1 is plain teacher forcing"""
     softctx_grad_mode: SoftContextGradMode = "unroll"
@@ -230,7 +230,7 @@ Empty = Annotated[
 
 
 class Config(StrictModel):
-    """A training YAML: every key with its default, and what must hold between sections."""
+    """A training YAML: every key with its default, and the rules between sections."""
 
     model: ModelConfig = Field(description="the checkpoint and how it is loaded")
     quantization: Empty = Field(default=EmptySection(), description="no keys yet")
@@ -288,10 +288,9 @@ class Config(StrictModel):
 
     @property
     def whole_answers(self) -> bool:
-        """Whether a target of channel B is the answer as it is (GROUP-02).
+        """Whether a target of channel B is the unchanged answer (GROUP-02).
 
-        This is the case if rewards alone are to be learned from: no module of channel B trains on
-        corrected objects.
+        With groups it is, unless a module of channel B trains on corrected objects.
         """
         modules = [m for m in self._teaching("B") if not m.reads_kept]
         return self.group_relative is not None and not modules
@@ -303,12 +302,12 @@ class Config(StrictModel):
 
     @property
     def allow_poly(self) -> bool:
-        """True where polygons are trained and predicted beside boxes (RES-02)."""
+        """Whether polygons are trained and predicted beside boxes (RES-02)."""
         return VARIANTS[self.custom.trainer_variant].polygons
 
     @field_validator("stage2_ab")
     @classmethod
-    def _two_channels_have_a_schedule(
+    def _check_stage2_ab(
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
         do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
@@ -317,23 +316,22 @@ class Config(StrictModel):
 
     @field_validator("group_relative")
     @classmethod
-    def _groups_come_with_the_variant(
+    def _check_group_relative(
         cls, section: GroupRelativeConfig | None, info: ValidationInfo
     ) -> GroupRelativeConfig | None:
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None or VARIANTS[custom.trainer_variant].grouped == (section is not None):
             return section
-        variant = f"custom.trainer_variant{': ' if section is None else ' is '}"
-        variant += custom.trainer_variant
+        variant = custom.trainer_variant
         if section is None:
-            found = f"this key is required and missing with {variant}"
+            found = f"this key is required and missing with custom.trainer_variant: {variant}"
             raise Refusal(found, "State group_size, advantage and reward")
         do = "Remove it, or use custom.trainer_variant: stage2_group_relative"
-        raise Refusal(f"is given, and {variant}", do)
+        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do)
 
     @field_validator("rollout_matching")
     @classmethod
-    def _it_fits_the_variant_and_the_format(
+    def _check_rollout_matching(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
         custom: CustomConfig | None = info.data.get("custom")
@@ -387,7 +385,7 @@ class Config(StrictModel):
             yield Refusal(found, do, "rollout_matching.vllm.enable_lora")
 
     def _of_channels(self) -> Iterator[Refusal]:
-        """Every channel that may run has something to learn from."""
+        """A channel that may run needs a module that trains in it."""
         for channel in self._channels():
             if not self._teaching(channel):
                 found = f"channel {channel} runs, but no enabled module of positive weight lists it"
@@ -400,7 +398,7 @@ class Config(StrictModel):
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
     def _of_self_context(self) -> Iterator[Refusal]:
-        """More than one forward of channel A, and something that learns from the last."""
+        """Several forwards of channel A need a module that learns from the last one."""
         own = self.stage2_ab
         if own is None or own.n_softctx_iter == 1 or "A" not in self._channels():
             return
@@ -410,7 +408,7 @@ class Config(StrictModel):
             yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_duplicates(self) -> Iterator[Refusal]:
-        """What learns from removed duplicates needs some that are removed (CLEAN-02)."""
+        """A module that reads removed duplicates needs `prefix: clean` (CLEAN-02)."""
         for index, module in enumerate(self.pipeline.objective):
             if module.enabled and module.reads_departures and self.duplicate_iou is None:
                 kept = f"{self.custom.trainer_variant} keeps the answers as they are"
@@ -424,7 +422,7 @@ class Config(StrictModel):
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}]")
 
     def _of_policy_gradient(self) -> Iterator[Refusal]:
-        """What learns from advantages needs groups, and groups need what learns from them."""
+        """A module that learns from advantages needs groups; groups need such a module."""
         key = f"{self.pipeline_path}.objective"
         modules = [(i, m) for i, m in enumerate(self.pipeline.objective) if m.reads_kept]
         if self.group_relative is None:
@@ -440,7 +438,7 @@ class Config(StrictModel):
             yield Refusal(found, do, key)
 
     def _of_groups(self) -> Iterator[Refusal]:
-        """Answers of a group differ, and their tokens have log-probabilities (GROUP-01)."""
+        """Groups need sampled answers with log-probabilities (GROUP-01)."""
         rollout, own = self.rollout_matching, self.stage2_ab
         assert own is not None, "it comes with the variant"
         grouped = f"custom.trainer_variant is {self.custom.trainer_variant}"
@@ -466,11 +464,11 @@ class Config(StrictModel):
             yield Refusal(found, do, "training.data_parallel")
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
-        """Modules that move weights in a channel."""
+        """Return the modules that move weights in a channel."""
         return [m for m in self.pipeline.objective if m.counts_in(channel) and m.teaches]
 
     def _channels(self) -> Iterator[Channel]:
-        """A also runs in place of a step whose asynchronous rollouts are late (ASYNC-01)."""
+        """Yield the channels that may run. A also runs while async rollouts are late (ASYNC-01)."""
         late = self.rollout_matching.async_rollout.enabled
         if self.stage2_ab is not None and (self.b_ratio < 1 or late):
             yield "A"
@@ -479,7 +477,7 @@ class Config(StrictModel):
 
     def _of_async(self) -> Iterator[Refusal]:
         if self.rollout_matching.async_rollout.enabled and self.b_ratio == 0:
-            found = "is true, and stage2_ab.schedule.b_ratio is 0: nothing is ever asked for"
+            found = "is true, and stage2_ab.schedule.b_ratio is 0: no answers are requested"
             do = "Set it to false, or raise stage2_ab.schedule.b_ratio"
             yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
 
@@ -490,7 +488,7 @@ class Config(StrictModel):
             yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
         for index, module in enumerate(self.pipeline.objective):
             if module.enabled and module.channels and "B" not in module.channels:
-                found = f"{list(module.channels)}, and channel B alone runs: the module never would"
+                found = f"{list(module.channels)}, and only channel B runs: the module has no use"
                 do = "List B, or set its enabled to false"
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
@@ -498,9 +496,9 @@ class Config(StrictModel):
 def _require_home(
     section: str, declared: bool, custom: CustomConfig | None, do: str, key: str = ""
 ) -> None:
-    """Raise unless the objective is declared in the section of the variant, and only there.
+    """Raise Refusal unless the variant's section, and no other, declares the objective.
 
-    custom: None where it has faults of its own. do: what to write if it is missing.
+    custom: None if it has errors itself. do: what to write if the objective is missing.
     """
     if custom is None:
         return
@@ -519,15 +517,15 @@ SyncMode = Literal["full", "adapter"]
 
 
 def wanted_sync_mode(config: Config) -> SyncMode:
-    """`sync.mode` without `auto`, which is `adapter` with `enable_lora`."""
+    """Return `sync.mode`, with `auto` resolved: `adapter` with `enable_lora`, else `full`."""
     vllm = config.rollout_matching.vllm
-    if vllm.sync.mode == "full" or (vllm.sync.mode == "auto" and not vllm.enable_lora):
-        return "full"
-    return "adapter"
+    if vllm.sync.mode == "auto":
+        return "adapter" if vllm.enable_lora else "full"
+    return vllm.sync.mode
 
 
 def resolved_sync_mode(config: Config, learner_world_size: int) -> SyncMode:
-    """`wanted_sync_mode` of a run; ContractError for adapters of several processes (RES-04)."""
+    """Return `wanted_sync_mode`; raise ContractError for adapters of several processes (RES-04)."""
     wanted = wanted_sync_mode(config)
     if wanted == "adapter" and learner_world_size > 1:
         raise ContractError(

@@ -1,6 +1,6 @@
-"""The trackers a run may report to: transformers' names, and what each needs installed.
+"""The trackers of `training.report_to`, by transformers' names, and checks before a run.
 
-`learner.training.run_log` starts them. The module imports nothing heavy at its top.
+`learner.training.run_log` starts them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ ReportTo = Literal[Tracker, "none"]
 def require_trackers(report_to: Sequence[ReportTo]) -> None:
     """Raise ContractErrors for every tracker whose callback of transformers cannot be made here.
 
-    The callback knows what must be installed. TensorBoard is a dependency of this package.
+    The callback checks that its packages are installed. TensorBoard is a dependency of this one.
     """
     errors = []
     for place, tracker in enumerate(report_to):
@@ -51,9 +51,9 @@ def require_trackers(report_to: Sequence[ReportTo]) -> None:
         raise ContractErrors(errors)
 
 
-# Trackers that refuse to start, or ask on the terminal, without a login. Any one of these is
-# enough: a variable, a variable with a value that needs no login, or a file below the home folder,
-# which must name the host where one is given.
+# Trackers that refuse to start, or prompt on the terminal, without a login. One of these is
+# enough: a variable, a variable with a value that needs no login, or a file in the home folder
+# (with `:host`, one that has the name of the host).
 _LOGINS: dict[Tracker, tuple[str, ...]] = {
     "wandb": (
         *("WANDB_API_KEY", "~/.netrc:api.wandb.ai", "~/_netrc:api.wandb.ai"),
@@ -75,18 +75,18 @@ _LOGINS: dict[Tracker, tuple[str, ...]] = {
 def logins_missing(
     report_to: Sequence[ReportTo], environment: Mapping[str, str], home: Path
 ) -> list[ContractError]:
-    """Trackers for which no login is seen here; nobody is asked over the network."""
+    """Return an error for each tracker without a login; makes no network call."""
     errors = []
     for place, tracker in enumerate(report_to):
         proofs = () if tracker == NOTHING else _LOGINS.get(tracker, ())
-        if proofs and not any(_is_there(proof, environment, home) for proof in proofs):
-            found = f"{tracker}, and no login for it is seen here ({', '.join(proofs)})"
+        if proofs and not any(_has_login(proof, environment, home) for proof in proofs):
+            found = f"{tracker}, and this machine has no login for it ({', '.join(proofs)})"
             do = "Log in as its documentation says, or take it out"
             errors.append(ContractError(f"training.report_to[{place}]", found, do))
     return errors
 
 
-def _is_there(proof: str, environment: Mapping[str, str], home: Path) -> bool:
+def _has_login(proof: str, environment: Mapping[str, str], home: Path) -> bool:
     if proof.startswith("~/"):
         name, _, host = proof.removeprefix("~/").partition(":")
         file = home / name

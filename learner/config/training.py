@@ -20,7 +20,7 @@ def _absolute(value: Any) -> Path:
 # Relative paths start at the current working directory.
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 
-# Names of transformers' schedules that need no arguments of their own.
+# transformers' schedules that need no further arguments.
 SchedulerName = Literal[
     "linear",
     "cosine",
@@ -155,7 +155,7 @@ class TrainingConfig(StrictModel):
             found = f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant"
             yield Refusal(found, "Use constant_with_warmup, or set it to 0", "warmup_ratio")
         if self.resume == "auto" and self.save_strategy == "no":
-            found = "auto, and save_strategy is no: there would be nothing to go on from"
+            found = "auto, and save_strategy is no: there would be nothing to resume from"
             yield Refusal(found, "Set save_strategy to steps, or resume to never", "resume")
         if self.push_to_hub:
             yield from self._of_hub()
@@ -164,14 +164,8 @@ class TrainingConfig(StrictModel):
         if self.hub_model_id is None:
             do = "Name the repository, such as my-name/my-detector"
             yield Refusal("is missing with push_to_hub: true", do, "hub_model_id")
-        else:
-            from huggingface_hub.errors import HFValidationError  # the config is loaded without it
-            from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-            try:
-                validate_repo_id(self.hub_model_id)
-            except HFValidationError as error:
-                yield Refusal(str(error), "Write it like my-name/my-detector", "hub_model_id")
+        elif (fault := repository_fault(self.hub_model_id)) is not None:
+            yield Refusal(fault, "Write it like my-name/my-detector", "hub_model_id")
         if self.save_strategy == "no":
             found = "true, and save_strategy is no: there would be no checkpoint to push"
             do = "Set save_strategy to steps, or push_to_hub to false"
@@ -180,15 +174,15 @@ class TrainingConfig(StrictModel):
     def _of_steps(self) -> Iterator[Refusal]:
         if (self.max_steps is None) == (self.num_train_epochs is None):
             found = "is missing" if self.max_steps is None else "is set beside num_train_epochs"
-            yield Refusal(found, "Set exactly one of max_steps and num_train_epochs", "max_steps")
+            yield Refusal(found, "Set one of max_steps and num_train_epochs", "max_steps")
         if self.eval_strategy == "no":
             return
         if self.eval_steps is None:
             yield Refusal("is missing", "Set it, or eval_strategy to no", "eval_steps")
         elif self.max_steps is not None and self.eval_steps > self.max_steps:
             yield Refusal(
-                f"{self.eval_steps}, and the run ends after {self.max_steps} steps: nothing would "
-                "be evaluated",
+                f"{self.eval_steps}, and the run ends after {self.max_steps} steps: it evaluates "
+                "nothing",
                 "Lower it, or set eval_strategy to no",
                 "eval_steps",
             )
@@ -207,17 +201,17 @@ class TrainingConfig(StrictModel):
             )
 
     def total_steps(self, samples: int) -> int:
-        """Optimizer steps of a run over `samples` samples, of which an epoch takes whole steps."""
+        """Return the optimizer steps of a run with `samples` samples an epoch."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.num_train_epochs is not None, "checked with the config"
         return math.ceil(self.num_train_epochs * (samples // self.effective_batch_size))
 
     def resolve_accumulation(self, world_size: int) -> int:
-        """Micro batches per optimizer step of each of `world_size` processes (CFG-07).
+        """Return the micro batches of each process in an optimizer step (CFG-07).
 
-        Raises ContractError when `effective_batch_size` cannot be shared out evenly or a
-        given `gradient_accumulation_steps` differs from the derived value.
+        Raises ContractError if `effective_batch_size` cannot be divided evenly, or if
+        `gradient_accumulation_steps` is set and differs from the derived value.
         """
         per_micro_step = self.per_device_train_batch_size * world_size
         derived, rest = divmod(self.effective_batch_size, per_micro_step)
@@ -233,6 +227,18 @@ class TrainingConfig(StrictModel):
                 f"Leave it out, or set it to {derived}",
             )
         return derived
+
+
+def repository_fault(name: str) -> str | None:
+    """Return why the Hub allows no repository of this name; None if it does."""
+    from huggingface_hub.errors import HFValidationError  # most configs load without it
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error)
+    return None
 
 
 def _indivisible(effective_batch_size: int, per_micro_step: int) -> Refusal:

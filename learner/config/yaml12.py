@@ -54,17 +54,17 @@ _Representer.add_representer(tuple, _Representer.items)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds; ContractError with file and line for anything else."""
+    """Return the mapping of a YAML file; raises ContractError with file and line for another."""
     return read_document(path).mapping
 
 
 def read_document(path: Path) -> Document:
-    """The mapping a YAML file holds and the lines of its keys; raises as `read_mapping`."""
+    """Return the mapping of a YAML file and the lines of its keys; raises as `read_mapping`."""
     return yaml12.read_document(path, yaml)
 
 
 def dump_mapping(mapping: dict[str, Any]) -> str:
-    """YAML text that `read_mapping` reads back equal (paths become strings)."""
+    """Return YAML text that `read_mapping` reads back equal (paths become strings)."""
     writer: Any = yaml.YAML(typ="safe", pure=True)
     writer.Representer = _Representer
     writer.default_flow_style, writer.width = False, _NO_WRAPS
@@ -75,7 +75,7 @@ def dump_mapping(mapping: dict[str, Any]) -> str:
 
 
 def dump_annotated(mapping: dict[str, Any], note: Callable[[Steps], str]) -> str:
-    """YAML text with the comment `note(steps)` beside each value."""
+    """Return YAML text with the comment `note(steps)` beside each value."""
     text = dump_mapping(mapping)
     rows = text.split("\n")
     for steps, line in yaml12.parse_document(Path(), text, yaml).lines.items():

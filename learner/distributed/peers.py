@@ -1,9 +1,9 @@
-"""What the learner processes of a run exchange beside gradients (DDP-01).
+"""Results that the learner processes exchange beside gradients (DDP-01).
 
-    all_gather(work)              the result of `work` of every process; raises in all if one failed
-    broadcast_from_rank0(...)     the result of `work` of process 0
+    all_gather(work)              the results of all processes; raises in all if one failed
+    broadcast_from_rank0(...)     the result of process 0
 
-`learner.distributed.process_group` has the peers of several processes. Imports no torch.
+`learner.distributed.process_group` has `Peers` of several processes. Imports no torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The processes of a run, seen from one of them, which is alone unless it is a `GroupPeers`.
+    """The learner processes of a run; this class is a run of one process.
 
-    rank: its own, from 0. count: of the processes.
+    rank: of this process, from 0. count: number of processes.
     """
 
     rank = 0
@@ -27,12 +27,12 @@ class Peers:
     def all_gather(
         self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
     ) -> list[T]:
-        """The result of `work` in each process, by rank; every process makes the same calls.
+        """Return the JSON results of `work` in each process, by rank.
 
-        `work` may call `all_gather` itself, in every process. The results are values of JSON.
-        meanwhile: called again and again while others work.
+        Every process must make the same calls. `work` may call `all_gather` itself, in every
+        process. meanwhile: called repeatedly while this process waits for others.
 
-        Raises the error of `work` here; elsewhere the same as ContractError or RunError.
+        Raises the error of `work`; in the other processes as ContractError or RunError.
         """
         return [work()]
 
@@ -45,13 +45,13 @@ SINGLE_PROCESS = Peers()
 
 
 def broadcast_from_rank0(peers: Peers, work: Callable[[], T]) -> T:
-    """The result of `work` of process 0, in all of them; the others do not run it."""
+    """Run `work` in process 0 alone, and return its result in all processes."""
     results: Sequence[T | None] = peers.all_gather(lambda: work() if peers.rank == 0 else None)
-    return results[0]  # type: ignore[return-value]  # of process 0, which ran it
+    return results[0]  # type: ignore[return-value]  # process 0 has run `work`
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """A failure as values of JSON, for `rebuilt`."""
+    """Convert a failure to JSON values, for `rebuilt`."""
     if isinstance(error, ContractError):
         return {"contract": [[e.where, e.found, e.do] for e in error.errors]}
     if isinstance(error, RunError):
@@ -61,7 +61,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def rebuilt(described: dict[str, Any], rank: int) -> RunError | ContractError:
-    """The failure of process `rank`; an error of the user's input is the same everywhere."""
+    """Return the failure of process `rank`; a ContractError stays as it is."""
     if "text" in described:
         return RunError(f"learner process {rank} failed: {described['text']}")
     errors = [ContractError(*parts) for parts in described["contract"]]

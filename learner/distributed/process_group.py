@@ -1,9 +1,9 @@
-"""The processes of a run: one, or as many as torchrun started (DDP-01).
+"""The learner processes of a run: one, or those that torchrun starts (DDP-01).
 
 Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over the
-store of process 0, and a collective of a gloo group of their own in each round has a time-out and
-breaks at once when a process dies.
-The first failure of a run is stored in process 0; a thread of every process looks for it.
+store of process 0. Each round of it is also a collective of a separate gloo group, which has a
+time-out and fails at once if a process dies. The store keeps the first failure of a run; a thread
+of every process polls it.
 """
 
 import json
@@ -32,7 +32,7 @@ T = TypeVar("T")
 # `ProcessGroup` or `ProcessGroupGloo`: the stubs of torch lack their methods.
 Group: TypeAlias = Any
 
-# Of a collective of gradients; of one of results, which includes the work of the slowest process.
+# Limits of a collective of gradients, and of a round of results with the slowest process's work.
 COLLECTIVE_TIMEOUT, PATIENCE = timedelta(minutes=30), timedelta(hours=2)
 _CONNECT_S = 60.0
 _FAILED = "failed"
@@ -42,12 +42,12 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds.
+    """Limits in seconds.
 
-    beat: between two looks for a failure elsewhere.
-    grace: how long a process may still end by itself after the run failed elsewhere.
-    linger: how long process 0, which holds the store, waits for the others to leave.
-    unwind: how long a process that failed may take to end.
+    beat: between two reads of the first failure.
+    grace: until a process is ended after another one failed.
+    linger: in which process 0, which holds the store, waits for the others to leave.
+    unwind: until a process is ended after it failed itself.
     """
 
     beat: float = 1.0
@@ -60,7 +60,7 @@ class GroupPeers(Peers):
     """Several processes with a store and a gloo group, whose collectives have a time-out.
 
     launcher: id of the parent process, whose end ends the run; None: its end is ignored.
-    end: ends this process at once, with an exit code.
+    end: ends this process at once with an exit code.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GroupPeers(Peers):
         try:
             own = json.dumps({"result": work()})
         except BaseException as error:
-            if error is not self._own and error is not self._others:  # not of a round in `work`
+            if error is not self._own and error is not self._others:  # no nested round raised it
                 self._own = error
                 with suppress(RuntimeError):  # the others read it in this round; do not wait
                     self._begin_round(json.dumps({"error": described(error)}))
@@ -118,10 +118,10 @@ class GroupPeers(Peers):
 
     @contextmanager
     def guarded(self) -> "Iterator[GroupPeers]":
-        """Around everything that this process does; the first failure of the run ends all.
+        """Run the block as one of all processes; the first failure of the run ends them all.
 
-        Raises the failure of another process in place of its effects here, such as a collective
-        that breaks.
+        Raises the failure of another process in place of its effects here, such as a broken
+        collective.
         """
         self._watcher.start()
         try:
@@ -132,26 +132,26 @@ class GroupPeers(Peers):
             self._leave()
 
     def _key(self, rank: int) -> str:
-        """Return where the store has what a process brings to the newest round."""
+        """Return the store's key for the result of a process in the newest round."""
         return f"round/{self._rounds}/{rank}"
 
     def _begin_round(self, own: str) -> Any:
-        """Store what this process brings; return the handle of a collective of all processes."""
+        """Store the result of this process; return the handle of the round's collective."""
         self._rounds += 1
         self._store.set(self._key(self.rank), own)
-        if self._rounds > 2:  # all processes have read it: they are in the round before this one
+        if self._rounds > 2:  # all processes are in a later round, and have read it
             self._store.delete_key(f"round/{self._rounds - 2}/{self.rank}")
         return self._group.allreduce(torch.zeros(1))
 
     def _await(self, handle: Any, meanwhile: Callable[[], object] | None) -> None:
-        looked, pause = time.monotonic(), _SHORTEST_PAUSE_S
+        checked, pause = time.monotonic(), _SHORTEST_PAUSE_S
         with waiting_for("the other learner processes", self._late):
             while not handle.is_completed():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-                if time.monotonic() - looked < self._timing.beat:
+                if time.monotonic() - checked < self._timing.beat:
                     continue
-                looked = time.monotonic()
+                checked = time.monotonic()
                 if (failure := self._failure_elsewhere()) is not None:
                     self._others = failure
                     raise failure
@@ -172,7 +172,7 @@ class GroupPeers(Peers):
         return f"late: learner process {', '.join(late)}" if late else ""
 
     def _first_failure(self, error: BaseException) -> BaseException:
-        """The first failure of the run: `error`, which is stored, or one of another process."""
+        """Return the first failure of the run: that of another process, or `error`, now stored."""
         if error is self._others:
             return error
         if isinstance(error, Exception) and error is not self._own:
@@ -202,9 +202,9 @@ class GroupPeers(Peers):
         return None
 
     def _watch(self) -> None:
-        """End this process if the run failed and it does not end by itself.
+        """End this process after a failure of the run, if it does not end by itself in time.
 
-        It may be in a collective with a dead process, or its clean-up may hang.
+        It may wait in a collective for a dead process, or its clean-up may hang.
         """
         while not self._stopped.wait(self._timing.beat):
             if self._failed_at is not None:
@@ -217,7 +217,7 @@ class GroupPeers(Peers):
                 return
 
     def _leave(self) -> None:
-        """Process 0 leaves last, with the store."""
+        """Stop the watcher. Process 0, which holds the store, leaves last."""
         self._stopped.set()
         self._watcher.join(self._timing.linger)  # Python must not end while it uses the store
         others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
@@ -231,7 +231,7 @@ class GroupPeers(Peers):
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
-    """Gloo, NCCL and stores raise these errors when a process they wait for is gone."""
+    """Return whether gloo, NCCL or a store raised the error because a process is gone."""
     broken = isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
     return broken or isinstance(error, dist.DistError)
 
@@ -244,9 +244,9 @@ def _first_line(error: BaseException) -> str:
 def open_peers(processes: int) -> Iterator[Peers]:
     """Join the other learner processes; an error of one of them ends all of them.
 
-    processes: as torchrun says.
+    processes: their number, of torchrun's WORLD_SIZE.
 
-    Raises ContractError if the environment does not say how to find the others.
+    Raises ContractError if the environment lacks torchrun's variables.
     """
     if processes == 1:
         yield SINGLE_PROCESS
@@ -255,7 +255,7 @@ def open_peers(processes: int) -> Iterator[Peers]:
     if missing := [name for name in names if name not in os.environ]:
         raise ContractError(
             "WORLD_SIZE",
-            f"says {processes} learner processes, and {', '.join(missing)} are not set",
+            f"is {processes}, and {', '.join(missing)} are not set",
             "Start the learner with torchrun, or unset WORLD_SIZE",
         )
     cpu = not torch.cuda.is_available()
@@ -273,7 +273,7 @@ def open_peers(processes: int) -> Iterator[Peers]:
 
 
 def _open_store() -> TCPStore:
-    """A store that process 0 holds: it outlives the one of torchrun's rendezvous."""
+    """Open a store in process 0; it lives longer than the store of torchrun's rendezvous."""
     open_at = partial(
         TCPStore,
         os.environ["MASTER_ADDR"],

@@ -3,8 +3,8 @@
     reporting_waits(say)     around a program: reports each wait inside from time to time
     waiting_for("a push")    around a block that may take long
 
-A line names the wait, its start and its state; of nested waits, the innermost one of each thread.
-`use_passive_wait` is about idle OpenMP threads. Imports no torch.
+A line has the wait, its start and its state. Of nested waits in a thread, the innermost is
+reported. Imports no torch.
 """
 
 import os
@@ -19,7 +19,7 @@ EVERY_S = 20.0
 
 @dataclass(eq=False)
 class _Wait:
-    """now: its state at the moment. reported: when it was last reported, or began."""
+    """now: returns its current state. reported: when it was last reported, or began."""
 
     what: str
     now: Callable[[], str]
@@ -35,12 +35,12 @@ class _Wait:
         return f"{line}: {state}" if state else line
 
 
-_waits: list[_Wait] = []  # of all threads, in the order in which they began
+_waits: list[_Wait] = []  # of all threads, by start
 
 
 @contextmanager
 def waiting_for(what: str, now: Callable[[], str] = str) -> Iterator[None]:
-    """Name what the block waits for. now: its state, called in another thread; may be empty."""
+    """Name what the block waits for. now: returns its state, in another thread; may be empty."""
     wait = _Wait(what, now)
     _waits.append(wait)
     try:
@@ -51,10 +51,7 @@ def waiting_for(what: str, now: Callable[[], str] = str) -> Iterator[None]:
 
 @contextmanager
 def reporting_waits(say: Callable[[str], object], every_s: float | None = None) -> Iterator[None]:
-    """Report every wait that lasts `every_s` seconds or longer, by `say` in a thread.
-
-    every_s: None: EVERY_S.
-    """
+    """Call `say` in a thread for every wait of at least `every_s` seconds; None: EVERY_S."""
     pause_s = EVERY_S if every_s is None else every_s
     over = threading.Event()
 
@@ -75,13 +72,13 @@ def reporting_waits(say: Callable[[str], object], every_s: float | None = None) 
         reporter.join()
 
 
-# Idle threads sleep. By default they spin, and a learner that uses the same cores as a server then
-# takes ten times as long for a step.
+# Idle OpenMP threads sleep. By default they spin, and a step of a learner that shares cores with a
+# server takes ten times as long.
 PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def use_passive_wait() -> None:
-    """Let the idle threads of this process sleep, unless its environment sets something else.
+    """Let idle OpenMP threads of this process sleep, unless its environment says otherwise.
 
     Call it before torch is imported, which reads the variable once.
     """

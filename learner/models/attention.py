@@ -1,18 +1,19 @@
-"""Attention in a packed row: each token sees the tokens of its own segment that come before it.
+"""Attention in a packed row: each token attends to the earlier tokens of its own segment.
 
     Pack.bounds  --> packed_bounds --> packed_attention   text, causal
-    Pack.patches --> image_bounds  --> image_attention    the patches of an image see each other, or
-                                                          in some layers those of a window
-                                         CUDA: torch's varlen_attn, one kernel for all segments
-                                         else: a padded batch, or one call for each segment
+    Pack.patches --> image_bounds  --> image_attention    all patches of an image, or in some
+                                                          layers of a window
+
+    CUDA: torch's varlen_attn, one kernel for all segments
+    else: a padded batch, or one call for each segment
 
 Both functions are registered with transformers, as `PACKED` and `PACKED_IMAGES`. They cost the sum
 of the squares of the segments' lengths and need no mask (FULL-01); transformers' own `sdpa` builds
 a mask of L x L. A forward without bounds, such as that of `generate`, is transformers' `sdpa`.
 
-transformers would learn the bounds from tensors of the device, for which the host has to wait: of
-images in every layer of the vision tower, of text from the positions. `without_search` and
-`image_bounds` say what is known on the host already.
+transformers would read the bounds from tensors of the device: those of images in every layer of the
+vision tower, those of text from the positions. The host would wait for the device each time.
+`without_search` and `image_bounds` pass the bounds that the host has.
 """
 
 from collections.abc import Collection
@@ -36,14 +37,15 @@ from shared_contracts.errors import ContractError
 PACKED = "rollmatch_packed"
 PACKED_IMAGES = "rollmatch_packed_images"
 
-# Most tokens of a padded batch, over those of its segments: beyond it, segments go one by one.
+# A batch is padded to at most this many times the tokens of its segments; above it, each segment
+# has a call of its own.
 _PADDED = 1.25
 
 
 def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
-    """What transformers is told for `model.attn_implementation`.
+    """Return transformers' `attn_implementation` for `model.attn_implementation`.
 
-    Raises ContractError for a kind of flash attention that is not installed.
+    Raises ContractError if that flash attention is not installed.
     """
     installed = {
         "flash_attention_2": is_flash_attn_2_available,
@@ -52,7 +54,7 @@ def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
     if choice in installed and not installed[choice]():
         raise ContractError(
             "model.attn_implementation",
-            f"{choice} is not installed here, or finds no GPU that it supports",
+            f"{choice} is not installed here, or supports no GPU of this machine",
             "Install its package, or use auto, which needs none",
         )
     if choice == "auto":
@@ -61,9 +63,9 @@ def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
 
 
 def packed_bounds(bounds: Tensor, longest: int) -> dict[str, Any]:
-    """Arguments of a packed forward, by the names that transformers' flash attention has.
+    """Return the arguments of a packed forward, by the names of transformers' flash attention.
 
-    bounds: (segments + 1,) int32, where each segment starts, and the end of the row.
+    bounds: (segments + 1,) int32, the start of each segment, and the end of the row.
     longest: tokens of the longest segment.
     """
     return {
@@ -85,9 +87,9 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within segments; (1, heads, L, width) each -> (1, L, heads, width).
+    """Attend causally within segments; (1, heads, L, width) each -> (1, L, heads, width).
 
-    key, value: may have fewer heads, each of which serves several of the query's.
+    key, value: may have fewer heads than the query (grouped-query attention).
     cu_seq_lens_q, max_length_q: of `packed_bounds`.
     """
     if cu_seq_lens_q is None:
@@ -110,7 +112,7 @@ def image_attention(
     windowed: "Windowed | None" = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention among the patches of each image; (1, heads, N, width) -> (1, N, heads, width).
+    """Attend among the patches of each image; (1, heads, N, width) -> (1, N, heads, width).
 
     patch_bounds, longest_image, windowed: of `image_bounds`.
     """
@@ -125,7 +127,7 @@ def image_attention(
 
 
 class Windowed(NamedTuple):
-    """The attention of layers that attend within windows, and the windows of a pack."""
+    """layers: attention modules that attend within `windows`, those of a pack."""
 
     layers: Collection[nn.Module]
     windows: Runs
@@ -140,7 +142,7 @@ def _within(
     value: Tensor,
     scaling: float | None,
 ) -> Tensor:
-    """Attention within segments; (1, heads, L, width) each -> (1, L, heads, width).
+    """Attend within segments; (1, heads, L, width) each -> (1, L, heads, width).
 
     starts: (segments + 1,) int32. longest: tokens of the longest segment.
     """
@@ -153,24 +155,24 @@ def _within(
     if kind == "cuda" or counts_as_cuda():
         window = (-1, 0) if causal else (-1, -1)
         same = (starts, starts, longest, longest)
-        found = varlen_attn(q, k, v, *same, scale=scaling, window_size=window, enable_gqa=True)
-        assert isinstance(found, Tensor)
-        return found[None]
+        output = varlen_attn(q, k, v, *same, scale=scaling, window_size=window, enable_gqa=True)
+        assert isinstance(output, Tensor)
+        return output[None]
     lengths = starts.diff().tolist()
     one_length = len(set(lengths)) == 1
     if one_length or (causal and len(lengths) * longest <= _PADDED * len(q)):
         return _padded(q, k, v, lengths, scaling, causal)[None]
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    alone = [_attend(a[None], b[None], c[None], scaling, causal)[0] for a, b, c in parts]
-    return torch.cat(alone)[None]
+    outputs = [_attend(a[None], b[None], c[None], scaling, causal)[0] for a, b, c in parts]
+    return torch.cat(outputs)[None]
 
 
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None, causal: bool
 ) -> Tensor:
-    """(L, heads, width) each -> the same, by one batch.
+    """Attend within segments by one batch; (L, heads, width) each -> (L, heads, width).
 
-    causal: no token sees the padding behind it. Else all `lengths` are equal.
+    causal: no token attends to the padding behind it. Else all `lengths` must be equal.
     """
 
     def batch(tensor: Tensor) -> Tensor:
@@ -178,22 +180,22 @@ def _padded(
             return tensor.reshape(len(lengths), -1, *tensor.shape[1:])
         return pad_sequence(list(tensor.split(lengths)), batch_first=True)
 
-    found = _attend(batch(q), batch(k), batch(v), scaling, causal)
-    return torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
+    output = _attend(batch(q), batch(k), batch(v), scaling, causal)
+    return torch.cat([row[:length] for row, length in zip(output, lengths, strict=True)])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, causal: bool) -> Tensor:
-    """(batch, L, heads, width) each -> (batch, L, heads, width)."""
+    """Attend within rows; (batch, L, heads, width) each -> (batch, L, heads, width)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    found = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=True)
-    return found.transpose(1, 2)
+    output = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
 
 
 def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
-    """Arguments of a forward with `packed_bounds`, so that transformers reads no positions.
+    """Return arguments of a forward with `packed_bounds` that stop transformers' search.
 
-    Without a mask, transformers looks in the positions for segments, and the host waits for what it
-    finds. It takes a mask of four dimensions as it is, and `packed_attention` needs none.
+    Without a mask, transformers searches the positions for segments, and the host waits for the
+    result. It passes a mask of four dimensions on unchanged, and `packed_attention` ignores it.
     """
     if text_config._attn_implementation != PACKED:
         return {}
@@ -203,30 +205,30 @@ def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
 def image_bounds(
     vision_config: Any, patches: Patches, windowed: Collection[nn.Module] = ()
 ) -> dict[str, Any]:
-    """Arguments of a vision tower whose layers attend within frames of the row of patches.
+    """Return the arguments of a vision tower that attends within the frames of `patches`.
 
-    windowed: the attention of the layers that attend within windows.
+    windowed: the attention modules that attend within windows.
     """
     chosen = vision_config._attn_implementation
     frames, windows = patches.frames, patches.windows
     if chosen == PACKED_IMAGES:  # for transformers, all patches are one image: one call
         whole = frames.on_host[[0, -1]]
-        found = {
+        arguments = {
             "cu_seqlens": whole,
             "patch_bounds": frames.bounds,
             "longest_image": frames.longest,
         }
         if windows is not None:
-            found |= {"cu_window_seqlens": whole, "windowed": Windowed(windowed, windows)}
+            arguments |= {"cu_window_seqlens": whole, "windowed": Windowed(windowed, windows)}
     elif "flash" in chosen:
-        found = {"cu_seqlens": frames.bounds, "max_seqlen": frames.longest}
+        arguments = {"cu_seqlens": frames.bounds, "max_seqlen": frames.longest}
         if windows is not None:
-            found |= {"cu_window_seqlens": windows.bounds, "max_window_seqlen": windows.longest}
+            arguments |= {"cu_window_seqlens": windows.bounds, "max_window_seqlen": windows.longest}
     else:
-        found = {"cu_seqlens": frames.on_host}
+        arguments = {"cu_seqlens": frames.on_host}
         if windows is not None:
-            found |= {"cu_window_seqlens": windows.on_host}
-    return found if windows is None else found | {"window_index": patches.window_index}
+            arguments |= {"cu_window_seqlens": windows.on_host}
+    return arguments if windows is None else arguments | {"window_index": patches.window_index}
 
 
 def _mask(
@@ -236,7 +238,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None where all of a row is attended to at once, as in a packed one; else that of `sdpa`."""
+    """Return no mask for a forward of whole rows, such as a packed one; else that of `sdpa`."""
     if attention_mask is None and q_length == kv_length:
         return None
     return sdpa_mask(

@@ -1,11 +1,10 @@
-"""The 1000 coordinate tokens: how a tokenizer and a checkpoint get them, how their rows begin,
-and whether training has touched them.
+"""The 1000 coordinate tokens: adding them to a checkpoint, and a check for untrained rows.
 
 `expand_vocab`: the new rows of the embedding, and of an untied head, are the mean of the old rows
-plus small noise: a coordinate starts as likely as an average token, and the noise is smooth in the
-bin (`smooth_rows`), so neighbours start alike. A checkpoint with more rows than its tokenizer has
-tokens stays padded, to the largest power of two that divided its rows. `describe_expanded` writes
-the same without weights, for an estimate.
+plus small noise: a coordinate starts as likely as an average token. The noise is smooth in the bin
+(`smooth_rows`), so neighbouring bins start alike. A checkpoint with more rows than tokens stays
+padded to the largest power of two that divides its number of rows. `describe_expanded` writes the
+same without weights, for an estimate.
 """
 
 import math
@@ -37,13 +36,13 @@ from shared_contracts.errors import ContractError
 FREQUENCIES = 16
 DECAY = 4.0
 
-# Shares of their size: how far untrained rows are from their mean, at most; what neighbours have
-# in common, at most; what the waves leave over, at most.
+# Upper limits for untrained rows: their distance from the mean over their norm, the correlation of
+# neighbours, and the residual without the waves over the norm.
 _SPREAD, _SIMILARITY, _REST = 0.003, 0.01, 0.05
 
 
 def add_coord_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Append `<|coord_0|>` .. `<|coord_999|>` as single tokens; returns the id of the first."""
+    """Append `<|coord_0|>` .. `<|coord_999|>` as single tokens; return the id of the first."""
     first = len(tokenizer)
     added = tokenizer.add_tokens(
         [AddedToken(coord_token(k), special=False, normalized=False) for k in range(COORD_BINS)]
@@ -54,11 +53,11 @@ def add_coord_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def smooth_rows(width: int, generator: torch.Generator) -> torch.Tensor:
-    """Random float32 rows [1000, width], mean 0 and variance 1, that vary slowly with the bin.
+    """Return random float32 rows (1000, width), mean 0 and variance 1, smooth in the bin.
 
-    Each column is a random sum of cos(pi * n * k/999), n = 1..16, of weight exp(-n/4):
-    neighbouring bins start alike, far ones do not, so what is learnt for one bin holds
-    for those around it.
+    Each column is a random sum of cos(pi * n * k/999), n = 1..16, with weights exp(-n/4).
+    Neighbouring bins start alike and distant bins do not, so training of one bin also helps its
+    neighbours.
     """
     n = torch.arange(1, FREQUENCIES + 1)
     mix = torch.randn(FREQUENCIES, width, generator=generator) * torch.exp(-n / DECAY)[:, None]
@@ -68,20 +67,20 @@ def smooth_rows(width: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def untrained(rows: torch.Tensor) -> str | None:
-    """Why the coordinate rows [1000, width], in the order of the bins, look untrained; else None.
+    """Return why the coordinate rows (1000, width), by bin, look untrained; None if they do not.
 
-    The mean row taken off, new rows are nothing (all alike), independent noise (neighbouring
-    bins have nothing in common, as `resize_token_embeddings` leaves them), or the few waves of
-    `smooth_rows` and nothing else. Training makes neighbours alike and each row its own.
+    Without their mean, untrained rows are one of three: about zero, independent noise (as
+    `resize_token_embeddings` makes them), or the few waves of `smooth_rows`. Training makes
+    neighbours alike, and gives each row a part of its own.
     """
     rows = rows.float()
     whole = rows.square().sum()
     rows = rows - rows.mean(dim=0)
     size = rows.square().sum()
-    if size <= _SPREAD**2 * whole:  # as of bfloat16's rounding
+    if size <= _SPREAD**2 * whole:  # the limit leaves room for the rounding of bfloat16
         return "all of them are alike"
     if (rows[1:] * rows[:-1]).sum() < _SIMILARITY * size:
-        return "neighbouring coordinates have nothing in common, as random rows"
+        return "neighbouring coordinates do not correlate, as random rows"
     basis, _ = torch.linalg.qr(_waves() - _waves().mean(dim=0))
     if (rows - basis @ (basis.T @ rows)).square().sum() < _REST**2 * size:
         return "they are as `learner toy make-model` makes them"
@@ -89,14 +88,14 @@ def untrained(rows: torch.Tensor) -> str | None:
 
 
 def _waves() -> torch.Tensor:
-    """cos(pi * n * k/999) of bin k and n = 1..16; [1000, 16]."""
+    """Return cos(pi * n * k/999) for bin k and n = 1..16; (1000, 16)."""
     n = torch.arange(1, FREQUENCIES + 1)
     k = torch.arange(COORD_BINS) / (COORD_BINS - 1)
     return torch.cos(math.pi * k[:, None] * n)
 
 
 def vocab_modules(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """The input embedding and the output head; their weights [rows, hidden] may be one."""
+    """Return the input embedding and the output head; their (rows, hidden) weight may be shared."""
     embedding = model.get_input_embeddings()
     head = model.get_submodule("lm_head")
     assert isinstance(embedding, nn.Embedding)
@@ -104,21 +103,20 @@ def vocab_modules(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     return embedding, head
 
 
-# Standard deviation of the noise, as a share of that of the old rows.
+# Standard deviation of the noise over that of the old rows.
 NOISE = 0.1
 
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 
 
 def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
-    """Write `source` with the coordinate tokens added to `out`: model and processor.
+    """Write model and processor of `source`, with coordinate tokens, to `out`.
 
-    tie: false gives a tied checkpoint a head of its own, a copy of the embedding; true
-        asks for a tied one; None leaves it as it is.
+    tie: false unties the head, which becomes a copy of the embedding; true requires a tied
+        checkpoint; None keeps it as it is.
 
-    Raises:
-        ContractError: `source` is no checkpoint, has coordinate tokens already, lacks
-            `<|im_end|>`, or has a head of its own where `tie` is true; `out` not empty.
+    Raises ContractError if `source` is no checkpoint, has coordinate tokens, lacks `<|im_end|>`,
+    or is untied and `tie` is true; and if `out` is not empty.
     """
     require_free(out)
     config, processor = _read_expandable(source)
@@ -152,7 +150,7 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
 
 
 def describe_expanded(source: Path, out: Path) -> None:
-    """Write what `expand_vocab` would, without the weights: config and processor.
+    """Write config and processor as `expand_vocab` does, without weights.
 
     Raises ContractError as `expand_vocab` does.
     """
@@ -168,11 +166,11 @@ def describe_expanded(source: Path, out: Path) -> None:
 
 
 def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
-    """The config and the processor of a checkpoint without coordinate tokens."""
+    """Return config and processor of a checkpoint; raises ContractError as `expand_vocab`."""
     if not (source / "config.json").is_file():
         raise ContractError(
             str(source),
-            "there is no config.json in it" if source.is_dir() else "there is no such folder",
+            "it has no config.json" if source.is_dir() else "there is no such folder",
             "Name the folder of a Hugging Face checkpoint: config, weights and tokenizer.",
         )
     with _loading(source, "config"):
@@ -189,7 +187,7 @@ def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
         raise ContractError(
             str(source),
             f"its tokenizer has no {IM_END}",
-            "Use a model with Qwen's chat tokens: answers end with that one.",
+            f"Use a model with Qwen's chat tokens: answers end with {IM_END}.",
         )
     return config, processor
 
@@ -199,7 +197,7 @@ def _tokenizer(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def _rows(old_rows: int, old_tokens: int, tokens: int) -> int:
-    """Rows of an embedding for `tokens`, padded as the one with `old_rows` for `old_tokens` was."""
+    """Return the rows of an embedding for `tokens`, padded as `old_rows` are for `old_tokens`."""
     multiple = old_rows & -old_rows if old_rows > old_tokens else 1
     return math.ceil(tokens / multiple) * multiple
 
@@ -212,7 +210,7 @@ def _loading(source: Path, what: str) -> AbstractContextManager[None]:
 def _start_rows(
     weight: torch.Tensor, old_tokens: int, first: int, generator: torch.Generator
 ) -> None:
-    """Set every row [hidden] from `old_tokens` on; those of the coordinates start at `first`."""
+    """Set every row from `old_tokens` on; the coordinates' rows start at `first`."""
     old = weight[:old_tokens].float()
     weight[old_tokens:] = old.mean(dim=0).to(weight.dtype)
     noise = NOISE * old.std() * smooth_rows(weight.shape[1], generator)

@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and how well it uses the device (FULL-09)."""
+"""FLOPs of a step, and the memory that it uses on the device (FULL-09)."""
 
 import resource
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
 from learner.models.packs import IMAGE, Pack
+from shared_contracts.footprint import GIB
 
-GIB = 2**30
-# Backward of attention has 5 products for the 2 of forward.
+# Forward and backward of attention over forward: backward has 5 products, forward has 2.
 _ATTENTION = 3.5
 
 
@@ -21,12 +21,12 @@ _ATTENTION = 3.5
 class Arithmetic:
     """FLOPs of a model, as functions of a pack's rows (Chowdhery et al., "PaLM", appendix B).
 
-    Recomputed activations do not count. A weight costs 2 forward, 2 for the gradient of its input,
-    and 2 for its own where it is trained.
+    Recomputed activations do not count. A weight costs 2 in forward, 2 for the gradient of its
+    input, and 2 for its own gradient if it is trained.
 
-    forward, both: forward alone, and with backward. Each has the FLOPs of a token of text, of a
-    supervised row of the head, of a patch, of an image token in the tower's mergers, of the square
-    of a segment's tokens, and of those of a frame's and of a window's patches.
+    forward, both: forward alone, and forward with backward. Each has the FLOPs per token of text,
+    per supervised row of the head, per patch, per image token in the tower's mergers, and per
+    square of a segment's tokens, of a frame's patches and of a window's patches.
     """
 
     forward: tuple[float, ...]
@@ -37,7 +37,7 @@ class Arithmetic:
         """config: transformers' config of the model."""
         forward = dict.fromkeys(("text", "head", "vision", "merged"), 0.0)
         both = dict(forward)
-        sees = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
+        tuned = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
         text, vision = config.get_text_config(), config.vision_config
         for name, used, weight in _products(model, text):
             kind = "text"
@@ -45,7 +45,7 @@ class Arithmetic:
                 kind = "head"
             elif "visual" in name:
                 kind = "merged" if "merger" in name else "vision"
-            passed = kind in ("text", "head") or (sees and not name.endswith("patch_embed.proj"))
+            passed = kind in ("text", "head") or (tuned and not name.endswith("patch_embed.proj"))
             forward[kind] += 2 * used
             both[kind] += 2 * used * (1 + passed + weight.requires_grad)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -54,7 +54,7 @@ class Arithmetic:
         both["text"] += 3 * linear
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         causal = 2.0 * text.num_attention_heads * width * kinds.count("full_attention")
-        layer, backward = 4.0 * vision.hidden_size, _ATTENTION if sees else 1
+        layer, backward = 4.0 * vision.hidden_size, _ATTENTION if tuned else 1
         full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
         frames, windows = layer * full, layer * (vision.depth - full)
         return cls(
@@ -63,7 +63,7 @@ class Arithmetic:
         )
 
     def of_pack(self, pack: Pack, head_rows: int) -> tuple[float, float]:
-        """FLOPs of one forward of a pack, alone and with its backward."""
+        """Return the FLOPs of one forward of a pack, alone and with its backward."""
         patches = frames = windows = 0.0
         if pack.patches is not None:
             of_frames, of_windows = pack.patches.frames.on_host, pack.patches.windows
@@ -79,9 +79,9 @@ def _squares(bounds: Tensor) -> float:
 
 
 def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]]:
-    """(name of the module, elements that a row is multiplied with, weight) of each product.
+    """Yield (name of the module, multiplied elements per row, weight) of each product.
 
-    text: config of the language model, which says how many experts a token has.
+    text: config of the language model, with the number of experts per token.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv3d):
@@ -93,7 +93,7 @@ def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]
 
 
 def _linear_attention(text: Any) -> float:
-    """FLOPs of a token in the forward of all layers of gated delta rule, beside their projections.
+    """Return the FLOPs per token of all linear attention layers in forward, without projections.
 
     Products of a chunk of 64 tokens with keys, values and the state, and the convolution (Yang et
     al., "Gated Delta Networks", arXiv 2412.06464, section 3.3).
@@ -111,9 +111,9 @@ def _linear_attention(text: Any) -> float:
 
 
 class DeviceUse:
-    """Peak memory of each step, and the arithmetic that the device could do at best.
+    """The peak memory of each step, and the data sheet of the device.
 
-    gpu: None where the device is no GPU, or none that is known.
+    gpu: None if the device is no GPU of `GPUS`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,12 +124,12 @@ class DeviceUse:
             self.gpu = gpu_of_device(found.name, found.total_memory)
 
     def begin(self) -> None:
-        """Before a step."""
+        """Reset the peak before a step."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_gib(self) -> float:
-        """On a GPU of tensors since `begin`; else of the process since it was started."""
+        """Return the peak of tensors since `begin` on a GPU; else that of the process so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / GIB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,24 +1,25 @@
-"""GPUs by name: what their data sheets say.
+"""Numbers of the data sheets of GPUs, by name.
 
-Each number is of the dense 16-bit matrix product without sparsity, and of memory and links in
-bytes. Sources, all of NVIDIA: A100 data sheet (2021), H100 data sheet (2023), H200 data sheet
-(2024), L40S data sheet (2023), Ada GPU architecture paper, appendix A (RTX 4090). A link is what
-one GPU sends to the others of its node, in one direction: NVLink, or PCIe where there is none. The
-way to the host is PCIe with 16 lanes, in one direction.
+Sources, all of NVIDIA: A100 data sheet (2021), H100 data sheet (2023), H200 data sheet (2024), L40S
+data sheet (2023), Ada GPU architecture paper, appendix A (RTX 4090).
 """
 
 from dataclasses import dataclass
 
 from shared_contracts.errors import ContractError
+from shared_contracts.footprint import GIB
 
 GB = 10**9
-GIB = 2**30
 TERA = 10**12
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: bytes. flops: dense bfloat16 a second. bandwidth, link, host: bytes a second."""
+    """memory: bytes. flops: bfloat16 operations of matrix products a second, without sparsity.
+
+    bandwidth: of the memory. link: to the other GPUs of the node, by NVLink, or PCIe without it.
+    host: to host memory, by PCIe with 16 lanes. All three are bytes a second in one direction.
+    """
 
     name: str
     memory: int
@@ -42,15 +43,15 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises ContractError for a name that is not known."""
-    found = GPUS.get(name.upper().replace("RTX-", "RTX").replace("RTX ", "RTX"))
-    if found is None:
+    """Return the GPU of a `--gpu` option; raises ContractError for an unknown name."""
+    gpu = GPUS.get(name.upper().replace("RTX-", "RTX").replace("RTX ", "RTX"))
+    if gpu is None:
         raise ContractError("--gpu", repr(name), f"Use one of: {', '.join(GPUS)}")
-    return found
+    return gpu
 
 
 def gpu_of_device(name: str, memory: int) -> Gpu | None:
-    """The GPU that CUDA calls `name` and that has so many bytes; None where it is not known."""
+    """Return the GPU with CUDA's `name` and about `memory` bytes; None for an unknown one."""
     plain = name.upper().replace(" ", "")
     alike = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in plain]
     near = [gpu for gpu in alike if abs(memory / gpu.memory - 1) < 0.15]

@@ -1,16 +1,16 @@
 """The output head, and the gradient of its weight.
 
 The head takes the rows of a pack a chunk at a time (`learner.objectives.logit_stats`). Autograd
-would make a gradient of the whole weight for each chunk. While it adds them up there are three
-tensors of (V, H): 4.4 GiB in float32 for a model of 4B. `chunked` makes one tensor, to which the
+would make a gradient of the whole weight for each chunk. While it adds two of them, three tensors
+of (V, H) exist: 4.4 GiB in float32 for a model of 4B. `chunked` makes one tensor, to which the
 backward of each chunk adds its product.
 
     weight -> _OneGradient -> _Product, for each chunk -> logits
     weight <- _OneGradient <- _Total <- _Product, for each chunk <- gradient of the logits
 
-Autograd gets the sum after the last chunk, so DDP, FSDP2 and an embedding with the same weight
-see a usual gradient. Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009)
-accumulate the gradient of a head over chunks, too.
+Autograd gets the sum after the last chunk, so DDP, FSDP2 and a tied embedding get a usual
+gradient. Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009) accumulate the
+gradient of a head over chunks, too.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ _BLOCK_ELEMENTS = 2**24
 
 
 def output_head(model: nn.Module) -> nn.Module:
-    """The output head, whatever the model is wrapped in; with an adapter, where it has one.
+    """Return the output head of a model or its wrapper, with the head's adapter if it has one.
 
-    Raises ContractError for a model without one.
+    Raises ContractError for a model without a head.
     """
     module: nn.Module
     for name, module in model.named_modules():
@@ -43,26 +43,21 @@ def output_head(model: nn.Module) -> nn.Module:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """The output head of a model without adapters is one product of (V, H) and nothing more.
-
-    Raises ContractError for any other.
-    """
+    """Raise ContractError unless the head of a model without adapters is a product of (V, H)."""
     head, text = output_head(model), model.config.get_text_config()
     if not _is_product(head):
         raise refused(f"its lm_head is {head}, and no linear layer without a bias")
-    wanted, found = (text.vocab_size, text.hidden_size), tuple(head.weight.shape)
-    if found != wanted:
+    if head.weight.shape != (text.vocab_size, text.hidden_size):
         raise refused(
-            f"its lm_head has a weight of {found[0]} x {found[1]}, and its config says vocab_size "
-            f"{wanted[0]} and hidden_size {wanted[1]}"
+            f"its lm_head has a weight of {' x '.join(map(str, head.weight.shape))}, and its "
+            f"config has vocab_size {text.vocab_size} and hidden_size {text.hidden_size}"
         )
 
 
 def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function for the chunks of one forward: (r, H) -> logits (r, V).
+    """Return the head's function for the chunks of one forward: (r, H) -> logits (r, V).
 
-    head: a plain product, or one that peft has wrapped (its weight is frozen and gets no gradient).
-    `check_head` has refused others.
+    head: a product, or a frozen one that peft has wrapped. `check_head` refuses others.
     """
     if isinstance(head, TrainableTokensWrapper):
         adapter = head.token_adapter
@@ -80,10 +75,10 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _with_trained_rows(adapter: TrainableTokensLayer) -> Callable[[Tensor], Tensor]:
-    """Return the product with a frozen weight, of which `adapter` trains some rows.
+    """Return the product with a frozen weight, some of whose rows `adapter` trains.
 
-    peft would copy the whole weight, and make a gradient of it, for each chunk. Here the logits of
-    the trained rows are computed apart and replace those of the frozen ones.
+    peft would copy the whole weight, and make its gradient, for each chunk. Here the logits of the
+    trained rows are computed separately and replace those of the frozen rows.
     """
     (name,) = adapter.active_adapters
     base: Any = adapter.get_base_layer()
@@ -99,7 +94,7 @@ def _with_trained_rows(adapter: TrainableTokensLayer) -> Callable[[Tensor], Tens
 
 
 def _is_product(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it computes `nn.Linear`'s product, also where FSDP2 has made its class a new one."""
+    """Return whether it is an `nn.Linear` without bias; FSDP2 makes a subclass of it."""
     own = getattr(head.forward, "__func__", None) is nn.Linear.forward
     return own and isinstance(head, nn.Linear) and head.bias is None
 
@@ -109,7 +104,7 @@ def refused(found: str) -> ContractError:
 
 
 class _Total:
-    """The sum of the products of one backward, float32 or wider (FULL-03)."""
+    """The gradient of the weight in one backward, float32 or wider (FULL-03)."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -118,10 +113,10 @@ class _Total:
     def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add `gradient.T @ hidden`; (r, V), (r, H) -> (V, H).
 
-        By blocks of V, so that a product in 16 bits is never there as a whole.
+        It adds blocks of V, because a whole 16-bit product would take memory.
         """
         backward = torch._C._current_graph_task_id()
-        if self._sum is None or backward != self._backward:  # the one before wanted rows alone
+        if self._sum is None or backward != self._backward:  # the sum is an earlier one's
             dtype = torch.promote_types(weight.dtype, torch.float32)
             self._sum, self._backward = torch.zeros_like(weight, dtype=dtype), backward
         step = max(1, _BLOCK_ELEMENTS // weight.shape[1])
@@ -134,7 +129,7 @@ class _Total:
 
 
 class _OneGradient(torch.autograd.Function):
-    """(V, H) weight -> the same, whose gradient is `total`. It runs after the last `_Product`."""
+    """(V, H) weight -> the same; its backward, after that of all `_Product`s, returns `total`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, total: _Total) -> Tensor:
@@ -149,7 +144,7 @@ class _OneGradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """(r, H) rows, (V, H) weight -> (r, V), in the type of autocast. It adds to `total`."""
+    """(r, H) rows, (V, H) weight -> (r, V), in autocast's type; its backward adds to `total`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, total: _Total) -> Tensor:

@@ -1,4 +1,4 @@
-"""Load the model to train, its processor and its tokenizer; apply the tuner; `Offload` it."""
+"""Load the model to train with its processor, apply the tuner, and `Offload` the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
 
 _WHOLE = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
-# Parameters of one kind of fault that an error names.
+# Most names of parameters in an error, for each kind of fault.
 _NAMED = 3
 
 
@@ -43,7 +43,7 @@ _NAMED = 3
 class LoadedModel:
     """model: to train, possibly wrapped by peft; inner: the multimodal module in it.
 
-    notes: what a person should know of what is trained.
+    notes: messages for the terminal on what is trained.
     """
 
     model: nn.Module
@@ -56,10 +56,9 @@ class LoadedModel:
 
 
 def on_meta(config: Config) -> PreTrainedModel:
-    """The model that a run trains, without weights and tuner, on the meta device.
+    """Return the model that a run trains, without weights and tuner, on the meta device.
 
-    Raises ContractError where the folder's config describes no model that is known, or one whose
-    output head or patch embedding is of an unknown shape.
+    Raises ContractError for a config of an unknown model, and as `check_parts` does.
     """
     *_, folder = checkpoint_chain(config.model.model, "model.model")
     try:
@@ -79,10 +78,7 @@ def on_meta(config: Config) -> PreTrainedModel:
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """The output head and the patch embedding have the shapes that a step of training knows.
-
-    Raises ContractError as `family_of`, `check_head` and `patch_embeddings` do.
-    """
+    """Raise ContractError as `family_of`, `check_head` and `patch_embeddings` do."""
     check_head(model)
     patch_embeddings(model, family_of(model).patch_embedding)
 
@@ -93,14 +89,13 @@ def load_model(config: Config) -> LoadedModel:
 
 
 def load_weights(config: Config) -> PreTrainedModel:
-    """The model of the checkpoint directory, on the CPU.
+    """Load the model of the checkpoint directory on the CPU.
 
-    Raises ContractError for a directory of none, an attention that is not installed, and, before
-    weights are read, an output head or a patch embedding of an unknown shape.
+    Raises ContractError as `on_meta`, before it reads weights, and as `read_model`.
 
-    Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
-    a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
-    `torch_dtype`, and peft makes the adapters float32.
+    Trained weights are float32 with every `torch_dtype`: rounding would lose most of a bfloat16
+    weight's update. Under LoRA the frozen weights have `torch_dtype`, and peft makes the adapters
+    float32.
     """
     on_meta(config)
     with loading("model.model", str(config.model.model), _WHOLE):
@@ -110,23 +105,23 @@ def load_weights(config: Config) -> PreTrainedModel:
 
 
 def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
-    """The files of a checkpoint, or of what an adapter is over, hold the parameters of its config.
+    """Raise ContractError if a checkpoint's files lack parameters of its config, or have others.
 
-    transformers decides: what it ties, renames, fuses or ignores is no fault. On the meta device
-    it reads names and shapes alone.
+    For an adapter, its base is checked. What transformers ties, renames, fuses or ignores is no
+    fault. On the meta device it reads names and shapes alone.
 
-    Raises ContractError, about `where`, with every kind of fault and the first names of each.
+    The error, about `where`, has every kind of fault and the first names of each.
     """
     *_, folder = checkpoint_chain(checkpoint, where)
     with loading(where, str(folder), _WHOLE):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
         )
-    _, found = loaded
-    shapes = [f"{k} {list(held)}, not {list(own)}" for k, held, own in found["mismatched_keys"]]
+    _, keys = loaded
+    shapes = [f"{k} {list(held)}, not {list(own)}" for k, held, own in keys["mismatched_keys"]]
     kinds = {
-        "in no file": found["missing_keys"],
-        "not of the model": found["unexpected_keys"],
+        "in no file": keys["missing_keys"],
+        "not of the model": keys["unexpected_keys"],
         "of another shape": shapes,
     }
     faults = [
@@ -138,17 +133,17 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
         raise ContractError(
             where,
             f"parameters of {folder} do not fit its config.json: {'; '.join(faults)}",
-            "Copy or save the checkpoint again, whole, or mend config.json; tie_word_embeddings at "
-            "its top says whether lm_head.weight is a parameter of its own",
+            "Copy or save the whole checkpoint again, or correct config.json; its top-level key "
+            "tie_word_embeddings says whether lm_head.weight is a separate parameter",
         )
 
 
 def read_model(
     folder: Path, dtype: torch.dtype | Literal["auto"], attention: AttentionChoice = "auto"
 ) -> PreTrainedModel:
-    """The model of a folder: of a checkpoint, or of an adapter, merged into what it is over.
+    """Load the model of a checkpoint, or of an adapter, which is merged into its base.
 
-    Its `name_or_path` is the folder: an adapter that is trained on top will name it.
+    Its `name_or_path` is the folder, which a new adapter on top of it will name as its base.
 
     Raises ContractError as `check_parameters` does, before weights are read.
     """
@@ -164,12 +159,11 @@ def read_model(
 
 
 def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
-    """`model`, which `load_weights` has loaded, on its device, with its processor and tuner.
+    """Move the model of `load_weights` to its device, and add its processor and tuner.
 
     Its forwards compute in `torch_dtype`.
 
-    Raises ContractError for a directory without a processor, and for what `check_parts` and
-    `tuned` refuse.
+    Raises ContractError for a directory without a processor, and as `check_parts` and `tuned`.
     """
     check_parts(model)
     with loading("model.model", str(config.model.model), _WHOLE):
@@ -185,7 +179,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     inner = family.inner(model)
     rates = {"vision": config.training.vit_lr, "aligner": config.training.aligner_lr}
     for name, parameter in model.named_parameters():
-        if rates.get(family.part_of(name)) == 0:  # no gradients and no optimizer state
+        if rates.get(family.part_of(name)) == 0:  # saves its gradient and optimizer state
             parameter.requires_grad_(False)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
@@ -194,16 +188,16 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
 
 
 def read_processor(folder: Path) -> ProcessorMixin:
-    """That of a checkpoint, of an adapter, or of what the adapter is over."""
+    """Load the processor of a checkpoint, of an adapter, or of the adapter's base."""
     place = folder_with(folder, "tokenizer.json", "model.model")
     processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
-    if processor.chat_template is None:  # it stands in tokenizer_config.json alone
+    if processor.chat_template is None:  # only tokenizer_config.json has it
         processor.chat_template = processor.tokenizer.chat_template
     return processor
 
 
 def weight_dtype(config: Config) -> torch.dtype:
-    """What weights are loaded as."""
+    """Return the data type in which weights are loaded."""
     if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
@@ -212,31 +206,28 @@ def weight_dtype(config: Config) -> torch.dtype:
 def _rows_to_train(
     model: PreTrainedModel, tuner: TunerConfig, vocab: CoordVocab
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Token ids whose rows are trained beside adapters, and what there is to say of it."""
+    """Return the token ids whose rows are trained beside adapters, and a note."""
     if not isinstance(tuner, LoraTuner):
         return [], ()
     modules = vocab_modules(model)
     why = next(filter(None, (untrained(m.weight[vocab.ids].detach()) for m in modules)), None)
     key = "tuner.train_coordinate_rows"
-    if tuner.adapts_rows or tuner.train_coordinate_rows is False:
-        left = f"Warning: the rows of the coordinate tokens look untrained ({why}), and {key}"
-        return [], () if why is None else (f"{left} leaves them to the adapters",)
     if tuner.train_coordinate_rows is True:
         return vocab.ids, ()
     if why is None:
         return [], ()
-    note = (
-        f"The rows of the coordinate tokens look untrained ({why}): they are trained, too ({key})"
-    )
-    return vocab.ids, (note,)
+    rows = f"rows of the coordinate tokens look untrained ({why})"
+    if tuner.adapts_rows or tuner.train_coordinate_rows is False:
+        return [], (f"Warning: the {rows}, and {key} leaves them to the adapters",)
+    return vocab.ids, (f"The {rows}: they are trained, too ({key})",)
 
 
 def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) -> nn.Module:
-    """`model` with the adapters that are trained, where there are any.
+    """Add the tuner's adapters to the model; without adapters return the model.
 
     rows: token ids whose rows of the embedding, and of an untied head, are trained as well.
 
-    Raises ContractError for target modules that the model does not have, or peft cannot adapt.
+    Raises ContractError for target modules that the model lacks or peft cannot adapt.
     """
     if not isinstance(tuner, LoraTuner):
         return model
@@ -246,7 +237,7 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
     linear = family_of(model).language_linear
     own_rows = {"embed_tokens": list(rows)} if rows else None
     if own_rows and not model.config.get_text_config().tie_word_embeddings:
-        own_rows["lm_head"] = list(rows)  # a tied head follows the embedding
+        own_rows["lm_head"] = list(rows)  # a tied head has the embedding's rows
     model.enable_input_require_grads()
     lora = LoraConfig(
         r=tuner.lora_rank,
@@ -265,7 +256,7 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
 
 
 def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
-    """Each name is that of a module or the end of one; peft asks this of only one of them."""
+    """Raise ContractError unless each target ends a module's name; peft checks only one of them."""
     names = [name for name, _ in model.named_modules()]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -277,7 +268,7 @@ def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:
-    """Page-locked host memory for a tensor of a GPU; None for one that is on the host already."""
+    """Allocate page-locked host memory for a tensor of a GPU; None for a tensor of the host."""
     if tensor.is_cpu:
         return None
     try:
@@ -291,12 +282,12 @@ def pinned_like(tensor: Tensor) -> Tensor | None:
 
 
 class Offload:
-    """What is moved away, into buffers that are used again the next time.
+    """Moves the model and the optimizer's state to buffers in host memory, and back.
 
-    A buffer is kept as long as its tensor lives.
+    A buffer is reused, and freed with its tensor.
 
-    model, optimizer: None stays where it is.
-    allocate: makes the buffer of a tensor in host memory; None: the tensor is not moved.
+    model, optimizer: None is not moved.
+    allocate: makes the buffer of a tensor; if it returns None, the tensor is not moved.
     """
 
     def __init__(
@@ -312,7 +303,7 @@ class Offload:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Host memory for the length of a block, then the devices of before."""
+        """Keep the tensors in host memory during the block."""
         moved: list[tuple[Tensor, torch.device]] = []
         try:
             for tensor in self._tensors():
@@ -321,7 +312,7 @@ class Offload:
                     tensor.data = buffer.copy_(tensor.data, non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a push reads the buffers
-                torch.cuda.empty_cache()  # others take the freed blocks
+                torch.cuda.empty_cache()  # for the engine
             yield
         finally:
             for tensor, device in moved:
@@ -336,7 +327,7 @@ class Offload:
         return held
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Each tensor once; gradients before their parameters."""
+        """Yield each tensor once; gradients before their parameters."""
         if self.model is not None:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:

@@ -1,11 +1,9 @@
-"""Loading checkpoints: errors, and how experts lie in a file.
+"""Loading checkpoints: errors, and the layout of experts in files.
 
-transformers tells in five types what a checkpoint folder lacks.
-
-The published checkpoints of Qwen3-VL with experts have the matrices of experts transposed, and
-engines read them so. transformers' own conversion transposes only where shapes differ from those of
-the model. It does so when it loads, but never when it saves. The one that is registered here loads
-both forms and saves the published one.
+Published checkpoints of Qwen3-VL with experts have transposed matrices of experts, which engines
+expect. transformers' own conversion transposes a matrix of another shape when it loads, but never
+when it saves. The conversion that is registered here loads both layouts and saves the published
+one.
 """
 
 from collections.abc import Iterator
@@ -17,14 +15,15 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 
 from shared_contracts.errors import ContractError
 
+# What transformers raises for an incomplete or wrong checkpoint folder.
 _OF_THE_FOLDER = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
 
 
 @contextmanager
 def loading(where: str, what: str, fix: str) -> Iterator[None]:
-    """Raise ContractError for what cannot be loaded in the block.
+    """Raise ContractError if loading fails in the block.
 
-    where: what a person named; what: is loaded; fix: what to do.
+    where: config key, option or path; what: name of the loaded thing; fix: what to do.
     """
     try:
         yield
@@ -33,7 +32,7 @@ def loading(where: str, what: str, fix: str) -> Iterator[None]:
 
 
 class _TransposedInFiles(Transpose):
-    """Transposes a matrix that is not as the model has it, and every one that is saved."""
+    """When loading, transposes matrices of another shape; when saving, all."""
 
     @property
     def reverse_op(self) -> ConversionOps:

@@ -1,4 +1,4 @@
-"""Proof on the loaded model that segments of a packed row cannot see each other (PACK-04)."""
+"""A check of the loaded model: segments of a packed row do not affect each other (PACK-04)."""
 
 from typing import Any
 
@@ -17,31 +17,28 @@ from shared_contracts.errors import ContractError
 
 @torch.no_grad()
 def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
-    """Prove that segments of a packed row cannot see each other (PACK-04).
+    """Change text and image of the first of two segments, and compare the second one's logits.
 
-    Changes the text and the image of the first of two segments and asks whether the second one's
-    logits move.
-
-    Raises:
-        ContractError: they do; the attention implementation does not separate segments.
+    Raises ContractError if they differ: the attention does not separate segments.
     """
     was_training = model.training
     model.eval()
     moved = (_second_of_two(model, family, 1) - _second_of_two(model, family, 2)).abs().max().item()
     model.train(was_training)
-    if not moved <= 1e-3:  # also where it is no number
+    if not moved <= 1e-3:  # also if it is NaN
         raise ContractError(
             "training.packing",
-            f"packed segments see each other with this model and attention (logits move by "
+            f"packed segments affect each other with this model and attention (logits differ by "
             f"{moved:.3g})",
             "Set model.attn_implementation to auto or sdpa, or training.packing to false",
         )
 
 
 def _second_of_two(model: nn.Module, family: Family, first: int) -> Tensor:
-    """Logits (L, V) of the second of two segments in a row, whose first one follows `first`.
+    """Return the logits (L, V) of the second of two segments in a row.
 
-    A segment has an image of one token and 7 tokens of text.
+    first: value of the first segment's pixels and tokens. A segment has an image of one token and
+    7 tokens of text.
     """
     whole = whole_model(model)
     inner: Any = family.inner(whole)

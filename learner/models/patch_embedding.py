@@ -1,8 +1,7 @@
-"""The patch embedding of a vision tower, as a product of matrices (FULL-04).
+"""The patch embedding of a vision tower, as a matrix product (FULL-04).
 
-Its convolution has a stride as large as its kernel, so each patch is one row of a product. On a
-CPU the convolution takes seven times as long, and on GPUs without a kernel for its shape longer
-still.
+Stride and kernel of its convolution are equal, so each patch is one row of a product. The
+convolution takes seven times as long on a CPU, and longer on a GPU without a kernel for its shape.
 """
 
 from torch import Tensor, nn
@@ -12,30 +11,28 @@ from learner.models.head import refused
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution of patches that are as large as its kernel, with the same parameters."""
+    """A convolution of patches of the kernel's size, with the same parameters."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(patches, channels, frames, height, width) -> (patches, out, 1, 1, 1)."""
-        found = linear(input.flatten(1), self.weight.flatten(1), self.bias)
-        return found[:, :, None, None, None]
+        output = linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return output[:, :, None, None, None]
 
 
 def use_product(model: nn.Module, ending: str) -> None:
     """Make each patch embedding of `model` a `PatchProduct`, in place.
 
-    ending: of their names, by the family of the model.
-
-    Raises ContractError as `patch_embeddings` does.
+    ending: suffix of their names. Raises ContractError as `patch_embeddings` does.
     """
     for module in patch_embeddings(model, ending):
         module.__class__ = PatchProduct
 
 
 def patch_embeddings(model: nn.Module, ending: str) -> list[nn.Conv3d]:
-    """The patch embeddings of `model`, each of which can be a `PatchProduct`.
+    """Return the patch embeddings of `model`, which can be `PatchProduct`s.
 
-    Raises ContractError for a model without one, for one that is no convolution, and for one
-    whose patches overlap or are padded.
+    Raises ContractError if there is none, if one is no convolution, and if its patches overlap or
+    are padded.
     """
     named = [each for each in model.named_modules() if each[0].endswith(ending)]
     if not named:

@@ -1,7 +1,7 @@
-"""What a vision tower needs to know of the patches of a pack, from the grids of its images.
+"""Inputs of a vision tower that follow from the grids of a pack's images.
 
-All of it is computed on the host, when packs are made. A tower that computes it itself from grids
-on the device makes the host wait for the device, in some models in every layer.
+They are computed on the host when packs are made. A tower would compute them from grids on the
+device, and the host would wait for the device, in some models in every layer.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of patches that see each other.
+    """Runs of patches that attend to each other.
 
-    bounds: (runs + 1,) int32, where each starts, and the end. on_host: the same, on the host
-    whatever the device of the pack. longest: patches of the longest.
+    bounds: (runs + 1,) int32, the start of each run, and the end. on_host: a copy that stays on the
+    host. longest: patches of the longest run.
     """
 
     bounds: Tensor
@@ -35,11 +35,10 @@ class Runs:
 class Patches:
     """The patches of all images of a pack.
 
-    rows: arguments of the vision tower, each with one row for each patch.
-    frames: those of a frame see each other.
-    window_index: (tokens,), which merged patches follow each other so that each window is a run.
-    windows: of the patches in that order; some layers attend within them. Both are None where all
-        layers attend within frames.
+    rows: arguments of the vision tower, with one row per patch.
+    frames: the runs of frames.
+    window_index: (tokens,), an order of merged patches in which each window is a run.
+    windows: these runs, for layers that attend within windows. Both are None if no layer does.
     """
 
     rows: Mapping[str, Tensor]

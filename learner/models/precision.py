@@ -1,8 +1,8 @@
-"""Mixed precision of a run (FULL-03): what is trained stays float32, the forward is `torch_dtype`.
+"""Mixed precision (FULL-03): trained weights are float32, the forward computes in `torch_dtype`.
 
-Accelerate's own would keep 16-bit copies of all weights during a forward, and make a float32 copy
-of every tensor that a forward returns. Losses, norms and sums stay float32: autocast does those of
-the model, `learner.objectives` its own.
+Accelerate's mixed precision would keep 16-bit copies of all weights during a forward, and make a
+float32 copy of every output. Losses, norms and sums are float32: autocast keeps those of the model,
+`learner.objectives` has its own.
 """
 
 from typing import Literal
@@ -15,12 +15,10 @@ DType = Literal["float32", "bfloat16"]
 
 
 def compute_in(model: nn.Module, dtype: DType) -> None:
-    """Run every forward of `model` in `dtype`, and its backward as well.
+    """Run forward and backward of `model` in `dtype`; outputs are not converted.
 
-    Before DDP or FSDP2 wraps it. What the forward returns keeps its type.
-
-    A weight is used once in a forward, so autocast's cache of 16-bit copies would save nothing. It
-    would take 2 bytes for each parameter until the end of the forward.
+    Call it before DDP or FSDP2 wraps the model. A weight is used once in a forward, so autocast's
+    cache of 16-bit copies would save no time and take 2 bytes per parameter.
     """
     if dtype == "bfloat16":
         device = next(model.parameters()).device.type
@@ -29,7 +27,7 @@ def compute_in(model: nn.Module, dtype: DType) -> None:
 
 
 def sharded_policy(dtype: DType) -> MixedPrecisionPolicy:
-    """FSDP2 gathers weights in `dtype` and sums gradients in float32, as DDP does."""
+    """Return a policy by which FSDP2 gathers weights in `dtype` and sums gradients in float32."""
     if dtype == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

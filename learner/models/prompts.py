@@ -1,7 +1,7 @@
-"""Prompts as the model's own processor encodes them.
+"""Prompts, encoded by the model's processor.
 
-The server encodes prompts with the same processor, so the ids agree by construction. ROLL-01 proves
-it on every rollout.
+The server encodes prompts with the same processor. Every rollout checks that the ids are equal
+(ROLL-01).
 """
 
 import base64
@@ -24,21 +24,20 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RolloutInferRequest
 
-# Threads of each process that encode prompts. Pillow, torch and the tokenizer release the GIL, so
-# they run at the same time. More threads than cores only slow each other down.
+# Threads of each process that encode prompts. Pillow, torch and the tokenizer release the GIL.
 ENCODING_THREADS = min(4, os.cpu_count() or 1)
 
-# Of encoded prompts that a process keeps: 85 with an image of one megapixel (6 floats a pixel), so
-# that a chunk of 64 can be encoded while servers answer it.
+# Encoded prompts in the cache: 85 with an image of one megapixel (6 floats a pixel), so that a
+# chunk of 64 can be encoded while servers answer it.
 CACHE_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the model's own processor encodes it, image placeholders expanded.
+    """An encoded prompt with expanded image placeholders.
 
-    ids: (P,); mm_token_types: (P,) 0 text, `IMAGE`; pixel_values: (patches, dim) or None;
-    image_grid_thw: (images, 3) or None.
+    ids: (P,); mm_token_types: (P,), 0 for text, `IMAGE` for image tokens; pixel_values:
+    (patches, dim) or None; image_grid_thw: (images, 3) or None.
     """
 
     ids: Tensor
@@ -48,16 +47,16 @@ class EncodedPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tensors that grow with the prompt and its images."""
+        """Bytes of the tensors, without the small grids."""
         tensors = (self.ids, self.mm_token_types, self.pixel_values)
         return sum(t.nbytes for t in tensors if t is not None)
 
 
 class PromptEncoder:
-    """Encodes prompts in `ENCODING_THREADS` threads, and keeps at most `cache_bytes` of tensors.
+    """Encodes prompts in `ENCODING_THREADS` threads, with a cache of `cache_bytes`.
 
-    Several threads may call it; each sample is encoded once while there is room for it. An error
-    is raised to the callers of its sample and not kept: the next caller encodes it again.
+    Several threads may call it. A sample in the cache is not encoded again. Callers of a sample get
+    its error, which is not cached: the next caller encodes the sample again.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PromptEncoder:
         self._running: dict[str, Future[EncodedPrompt]] = {}
         self._kept: OrderedDict[str, EncodedPrompt] = OrderedDict()  # the least recently used first
         self._kept_bytes = 0
-        # Samples of `ahead` that nobody has asked for yet.
+        # Samples of `ahead` without a caller yet.
         self._ahead: dict[str, Sample] = {}
         self._largest = 0  # bytes of any encoding so far
 
@@ -94,21 +93,21 @@ class PromptEncoder:
     def ahead(self, samples: Sequence[Sample]) -> Iterator[None]:
         """Encode `samples` in order while the block runs, as far as the cache has room.
 
-        Their encodings are kept until a caller asks for them or the block ends.
+        The cache keeps each until its first caller, or until the block ends.
         """
-        wanted = {sample.sample_id: sample for sample in samples}
+        by_id = {sample.sample_id: sample for sample in samples}
         with self._lock:
-            self._ahead |= wanted
+            self._ahead |= by_id
             self._start_ahead()
         try:
             yield
         finally:
             with self._lock:
-                for sample_id in wanted:
+                for sample_id in by_id:
                     self._ahead.pop(sample_id, None)
                 self._start_ahead()
 
-    # All of these need the lock, except `_encode`, which runs in a thread of its own.
+    # Callers of these methods hold the lock, except of `_encode`, which runs in a thread.
 
     def _start(self, sample: Sample) -> Future[EncodedPrompt]:
         future = self._threads.submit(self._encode, sample)
@@ -116,7 +115,7 @@ class PromptEncoder:
         return future
 
     def _start_ahead(self) -> None:
-        """Start what is wanted ahead, as long as encodings of the largest size fit."""
+        """Start samples of `ahead`, as long as encodings of the largest size so far fit."""
         waiting = sum(self._kept[each].num_bytes for each in self._ahead if each in self._kept)
         for sample_id, sample in self._ahead.items():
             if len(self._running) >= ENCODING_THREADS:
@@ -139,11 +138,11 @@ class PromptEncoder:
             with self._lock:
                 del self._running[sample.sample_id]
                 if encoded is None or not self._keep(sample.sample_id, encoded):
-                    self._ahead.pop(sample.sample_id, None)  # its caller starts it again
+                    self._ahead.pop(sample.sample_id, None)  # a later caller starts it again
                 self._start_ahead()
 
     def _keep(self, sample_id: str, encoded: EncodedPrompt) -> bool:
-        """Return whether there is room beside the encodings that are kept for their callers."""
+        """Put an encoding into the cache; return false if those of `ahead` leave no room."""
         size = encoded.num_bytes
         self._largest = max(self._largest, size)
         while self._kept_bytes + size > self._cache_bytes:
@@ -157,10 +156,10 @@ class PromptEncoder:
 
 
 def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
-    """The prompt of a request whose images are paths or data URLs, one for each image part.
+    """Encode a request whose images are paths or data URLs, one for each image part.
 
-    Raises ContractError, with the request's uuid, for an image that cannot be decoded or that the
-    processor refuses.
+    Raises ContractError, about the request's uuid, if an image cannot be decoded, or if the
+    processor refuses it.
     """
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -171,7 +170,7 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
         raise ContractError(
             str(request.uuid),
             f"the model's processor refuses it ({error})",
-            "Replace its images, or remove the line; `learner data check --config` finds every one",
+            "Replace its images, or remove the line; `learner data check --config` lists all",
         ) from error
     return EncodedPrompt(
         ids=batch["input_ids"][0],
@@ -182,7 +181,7 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
 
 
 def _opened(source: str, uuid: str | None) -> Image.Image:
-    """An RGB image, upright as its camera says, as the server opens it."""
+    """Open an RGB image, turned upright by its EXIF orientation, as the server does."""
     is_data = source.startswith("data:")
     try:
         if is_data:
@@ -193,5 +192,5 @@ def _opened(source: str, uuid: str | None) -> Image.Image:
         raise ContractError(
             str(uuid),
             f"image {name} {error}",
-            "Replace it; `learner data check` tells all there are",
+            "Replace it; `learner data check` lists all such images",
         ) from error

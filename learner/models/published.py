@@ -1,8 +1,8 @@
-"""A saved model in the form in which Qwen-VL checkpoints are published.
+"""The published form of Qwen-VL checkpoints.
 
-transformers 5 saves names that transformers 4.57 does not read. Both read the published ones:
+transformers 5 saves names that transformers 4.57 does not read. Both read the published names:
 
-    tokenizer_config.json                  no class that only transformers 5 has
+    tokenizer_config.json                  no tokenizer class of transformers 5 alone
     preprocessor_config.json and
     video_preprocessor_config.json         in place of processor_config.json
     config.json                            rope_theta, rope_scaling, num_experts; that of Qwen3.5,
@@ -23,7 +23,7 @@ _PROCESSORS = {
 
 
 def write_published_form(folder: Path) -> None:
-    """Rewrite the JSON files of a folder that `save_pretrained` has made."""
+    """Rewrite the JSON files of a folder of `save_pretrained`."""
     _rewrite(folder / "tokenizer_config.json", _tokenizer)
     _rewrite(folder / "config.json", _config)
     nested = folder / "processor_config.json"
@@ -59,7 +59,7 @@ def _tokenizer(settings: dict[str, Any]) -> None:
 def _config(settings: dict[str, Any]) -> None:
     if str(settings.get("model_type")).startswith("qwen3_5"):
         return
-    settings.get("vision_config", {}).pop("rope_parameters", None)  # 4.57 has one for all
+    settings.get("vision_config", {}).pop("rope_parameters", None)  # not in 4.57
     for section in (settings, settings.get("text_config", {})):
         rope = section.get("rope_parameters")
         if isinstance(rope, dict) and "rope_theta" in rope:

@@ -4,9 +4,9 @@
     coordinate logits -> context -> forward 1 -> coordinate logits
     ...                             forward n-1
 
-Every forward is one over the whole pack; those between the first and the last read the logits
-of coordinate slots alone. Each after the first has the embeddings of the token ids with only
-those of the coordinate slots replaced, by what the forward before expected there.
+Every forward is over the whole pack. A later forward gets the embeddings of the token ids, with
+those of the coordinate slots replaced by embeddings of the previous forward's distributions.
+Forwards between the first and the last compute the logits of coordinate slots alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SelfContext:
-    """How often channel A forwards a pack, and what it feeds back.
+    """The forwards of channel A, and the embeddings that it feeds back.
 
     iterations: forwards, >= 1.
-    embed_mode: `soft`, the mean embedding under the distribution; `hard`, the likeliest
-        bin's; `st`, straight through: forward as `hard`, gradients as `soft`.
-    grad_mode: `unroll` lets gradients flow through what is fed back, `em_detach` does not;
+    embed_mode: `soft`, the mean embedding of the distribution; `hard`, that of the likeliest bin;
+        `st`, straight through: forward as `hard`, gradients as `soft`.
+    grad_mode: `unroll` lets gradients flow through the fed-back embeddings, `em_detach` does not;
         the first forward keeps its gradient in both.
     """
 
@@ -43,13 +43,13 @@ class SelfContext:
 
     @property
     def recorded(self) -> int:
-        """How many of the forwards have a backward."""
+        """Number of forwards with a backward."""
         return self.iterations if self.grad_mode == "unroll" else min(self.iterations, 2)
 
     def forward_stats(
         self, model: nn.Module, embedding: nn.Module, pack: Pack, reader: Reader
     ) -> ForwardStats:
-        """Run all forwards of a pack. embedding: the model's own, of token ids."""
+        """Run all forwards of a pack. embedding: the model's input embedding."""
         anchor = packed_forward(model, pack, reader.anchor)
         if self.iterations == 1:
             return ForwardStats(anchor, anchor)
@@ -61,7 +61,7 @@ class SelfContext:
         return ForwardStats(anchor, final)
 
     def _recording(self) -> AbstractContextManager[None]:
-        """Whether gradients are recorded of what is fed back, and of what only leads to it."""
+        """Record gradients of fed-back embeddings and of the middle forwards, or not."""
         return nullcontext() if self.grad_mode == "unroll" else torch.no_grad()
 
     def _forward(
@@ -73,7 +73,7 @@ class SelfContext:
         slots: Tensor,
         read: Callable[[HeadInput], T],
     ) -> T:
-        """What `read` makes of a forward that reads (K, 1000) `slots` at its coordinates."""
+        """Return `read` of a forward with the context of (K, 1000) `slots` at its coordinates."""
         with self._recording():
             context = context_embeddings(slots, embedding(coord_ids), self.embed_mode)
         base = embedding(pack.input_ids)
@@ -87,12 +87,12 @@ class SelfContext:
 def _recognized_placeholders(
     embedding: nn.Module, pack: Pack, embeddings: Tensor
 ) -> Iterator[Tensor]:
-    """`embeddings` (1, L, hidden), whose image placeholders the model finds while this is open.
+    """Let the model recognize the image placeholders in `embeddings` (1, L, hidden).
 
-    transformers looks for placeholders in embeddings by comparing each row, bit for bit, with
-    the embedding of the placeholder's id alone. The rows of L ids need not equal that one: a
-    LoRA product may round by its shape, and autocast holds inside the model only. So every
-    placeholder gets the embedding of the id alone, and the comparison gets the same tensor.
+    transformers compares each row, bit for bit, with the embedding of the single placeholder id.
+    Rows of an embedding of L ids may differ from it: a LoRA product may round by its shape, and
+    autocast applies inside the model only. So in the yielded embeddings every placeholder has the
+    embedding of the single id, and within the block the comparison gets the same tensor.
     """
     is_image = pack.mm_token_types == IMAGE
     if not is_image.any():
@@ -102,9 +102,9 @@ def _recognized_placeholders(
     with torch.no_grad():
         row: Tensor = embedding(token)
 
-    def same_row(_: nn.Module, args: tuple[Tensor], found: Tensor) -> Tensor:
+    def same_row(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         (ids,) = args
-        return row.to(found.dtype) if ids.ndim == 0 and ids == token else found
+        return row.to(output.dtype) if ids.ndim == 0 and ids == token else output
 
     hook = embedding.register_forward_hook(same_row)
     try:
@@ -116,7 +116,7 @@ def _recognized_placeholders(
 def context_embeddings(
     coord_logits: Tensor, bin_embeddings: Tensor, mode: CoordContextMode
 ) -> Tensor:
-    """What is read at coordinate slots; (K, 1000), (1000, hidden) -> (K, hidden)."""
+    """Return the embeddings at coordinate slots; (K, 1000), (1000, hidden) -> (K, hidden)."""
     log_probs = coord_log_probs(coord_logits)
     likeliest = bin_embeddings[log_probs.argmax(-1)]
     if mode == "hard":

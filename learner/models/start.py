@@ -17,11 +17,10 @@ T = TypeVar("T")
 
 
 class StartModel:
-    """Forwards packs by the weights of `model.model`, without gradients.
+    """Forwards packs with the weights of `model.model`, without gradients.
 
-    With adapters it is the trained model with its adapters disabled. Without, it is a second copy:
-    as large as the first one, in the memory of the same device, without gradients and moments. A
-    resumed run starts from the same folder.
+    With adapters it is the trained model with disabled adapters. Without, it is a second copy on
+    the same device, without gradients and moments. A resumed run uses the same folder.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
@@ -31,7 +30,7 @@ class StartModel:
         self._model = model if self._adapted else load_model(config).model.requires_grad_(False)
 
     def forward(self, pack: Pack, read: Callable[[HeadInput], T]) -> T:
-        """What `read` makes of the pack; to be called before the forward that is trained on."""
+        """Return `read` of a forward; call it before the forward of training."""
         disabled = nullcontext() if self._adapted is None else self._adapted.disable_adapter()
         with torch.no_grad(), disabled:
             return packed_forward(self._model, pack, read)

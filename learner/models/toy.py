@@ -1,19 +1,19 @@
 """The toy model of a family: a checkpoint of about two million random parameters.
 
 It has every part of the real architecture (3-d patch embedding, multimodal RoPE, chat template,
-image processor), at a size two CPU cores train in minutes:
+image processor), and two CPU cores train it in minutes:
 
     qwen3_vl       patches of 8 pixels, deepstack, interleaved RoPE
-    qwen2_5_vl     patches of 14 pixels, of which each sees a window of 4 x 4 but in the last layer
+    qwen2_5_vl     patches of 14 pixels, windows of 4 x 4 patches in all layers but the last
     qwen3_vl_moe   qwen3_vl with 4 experts in each layer, 2 of them for a token
     qwen3_5        patches of 8 pixels, three layers of linear attention and one of full attention
-    qwen3_5_moe    qwen3_5 with 4 experts in each layer and one that every token has
+    qwen3_5_moe    qwen3_5 with 4 experts in each layer and one shared expert
 
 An image of 64 x 64 pixels has 16 tokens in all of them.
 
-The tokenizer is a byte-level BPE of Qwen3-VL's layout, trained on the spot on the assistant format
-around the toy descriptions, so that a word or a run of punctuation is one token. Unlike Qwen's it
-keeps `}` apart: cutting a rollout at an object's end never leaves a piece of a token.
+The tokenizer is a byte-level BPE of Qwen3-VL's layout. It is trained on answers with the toy
+descriptions, so that a word or a run of punctuation is one token. Unlike in Qwen's tokenizer, `}`
+is always a token of its own: the end of an object is the end of a token.
 """
 
 from collections.abc import Iterator
@@ -62,16 +62,16 @@ CONTEXT = 1024
 TEXT_WIDTH = 128
 INITIAL_STD = 0.05
 
-# Boxes are learnt better when positions are loud against the patches from the start.
+# Boxes are learned better if position embeddings start large in relation to patches.
 POSITION_STD = 0.5
 
 
 @dataclass(frozen=True)
 class _Toy:
-    """What the toy of a family has of its own.
+    """The properties of a family's toy model.
 
-    patch_size: in pixels. smallest: pixels of an image's side at least, others are enlarged.
-    text, vision, rope: of its config, beside what all have.
+    patch_size: in pixels. smallest: least side of an image in pixels; smaller ones are enlarged.
+    text, vision, rope: additions to the common config.
     """
 
     architecture: str
@@ -130,8 +130,7 @@ def make_model(out: Path, seed: int, tie: bool = True, family: ToyFamily = "qwen
 
     tie: whether the output head shares the input embedding's weights.
 
-    Raises:
-        ContractError: `out` is not empty.
+    Raises ContractError if `out` is not empty.
     """
     with publish_directory(out) as part:
         tokenizer = make_toy_tokenizer()
@@ -144,7 +143,7 @@ def make_model(out: Path, seed: int, tie: bool = True, family: ToyFamily = "qwen
 
 
 def build_toy_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Random float32 weights from `seed`; the global generator is left as it was.
+    """Return a model with random float32 weights; the global generator's state is kept.
 
     The rows of the coordinate tokens, the last of the vocabulary, are smooth in the bin.
     A vision tower's position embeddings have a standard deviation of `POSITION_STD`.
@@ -166,7 +165,7 @@ def build_toy_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def toy_config(
     tokenizer: PreTrainedTokenizerFast, tie: bool, family: ToyFamily = "qwen3_vl"
 ) -> PreTrainedConfig:
-    """The architecture, with the tokenizer's vocabulary and image ids."""
+    """Return the config of a toy model, with the tokenizer's vocabulary and image ids."""
     token_id = tokenizer.get_vocab().__getitem__
     toy = _TOYS[family]
     config: PreTrainedConfig = AutoConfig.for_model(
@@ -219,7 +218,7 @@ def toy_config(
 def toy_processor(
     tokenizer: PreTrainedTokenizerFast, family: ToyFamily = "qwen3_vl"
 ) -> ProcessorMixin:
-    """Image, video and text processing; an image of at most 8 x 8 tokens keeps its size."""
+    """Return the processor; an image of at most 8 x 8 tokens keeps its size."""
     toy = _TOYS[family]
     largest = 8 * toy.patch_size * MERGE_SIZE
     pixels = {"shortest_edge": toy.smallest**2, "longest_edge": largest**2}
@@ -274,14 +273,14 @@ _WORDS_AND_PUNCTUATION = r" ?[\p{L}_]+|\p{N}|\}|[^\p{L}\p{N}_}]+"
 
 
 def make_toy_tokenizer() -> PreTrainedTokenizerFast:
-    """The text tokenizer with the 1000 coordinate tokens behind it."""
+    """Train the text tokenizer, and append the 1000 coordinate tokens."""
     tokenizer = make_text_tokenizer()
     add_coord_tokens(tokenizer)
     return tokenizer
 
 
 def make_text_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer: 256 bytes, merges, special tokens; no coordinate tokens yet."""
+    """Train the tokenizer: 256 bytes, merges, special tokens; without coordinate tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -308,7 +307,7 @@ def make_text_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _training_text() -> Iterator[str]:
-    """Chat headers, the prompt, and answers split at the coordinate tokens."""
+    """Yield chat headers, the prompt, and answers, split at the coordinate tokens."""
     yield from ("system\n", "user\n", "assistant\n", "\n", PROMPT)
     for desc in DESCRIPTIONS:
         pair = [GroundTruthObject(desc, Shape("bbox_2d", (0, 0, 0, 0)))] * 2

@@ -1,11 +1,11 @@
 """Pretraining of a toy model's vision tower: dense detection on toy scenes.
 
-A published checkpoint has seen images before it learns to answer. The random tower of a toy model
-has not, and the loss of answers alone teaches it slowly where 6 to 20 shapes overlap. Here the
-tower learns alone, from a loss at each of its tokens, as the anchor-free detectors do (FCOS, Tian
-et al. 2019). A token stands for a square cell of the image. Two linear heads predict the object
-whose centre lies in the cell, the largest one of several: its kind (or none), and its four
-coordinates, as logits over the coordinate rows of the model. The heads are dropped at the end.
+The tower of a published checkpoint is trained on images. That of a toy model is random, and learns
+slowly from the loss of answers if 6 to 20 shapes overlap. Here it is trained alone, with a loss at
+each of its tokens, as in anchor-free detectors (FCOS, Tian et al. 2019). A token is a square cell
+of the image. Two linear heads predict the object with its centre in the cell, the largest one of
+several: its kind (or none), and its four coordinates, as logits over the coordinate rows of the
+model. The heads are not saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +37,10 @@ LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 100
 MAX_GRAD_NORM = 1.0
 SIGMA = 8.0
-# Of the loss of kinds beside the loss of boxes, which is larger by far.
+# Weight of the loss of kinds; the loss of boxes, which is much larger, has 1.
 KIND_WEIGHT = 3.0
-# How often the losses are told, in steps.
-TOLD_EVERY = 100
+# Steps between reports of the losses.
+REPORT_EVERY = 100
 
 _DO = "Give scenes of one toy world"
 
@@ -51,24 +51,23 @@ class Losses(NamedTuple):
     kind: float
     box: float
 
-    def told(self, step: int, steps: int) -> str:
+    def line(self, step: int, steps: int) -> str:
         return f"step {step}/{steps}, loss of kinds {self.kind:.3f}, of boxes {self.box:.3f}"
 
 
-Tell = Callable[[int, Losses], None]
+Report = Callable[[int, Losses], None]
 
 
 def pretrain_vision(
-    model: Path, samples: Sequence[Sample], out: Path, steps: int, seed: int, tell: Tell
+    model: Path, samples: Sequence[Sample], out: Path, steps: int, seed: int, report: Report
 ) -> None:
-    """Write the checkpoint `model` to `out` with a pretrained vision tower; all else is as it was.
+    """Write the checkpoint `model` to `out` with a pretrained vision tower, otherwise unchanged.
 
     samples: of square images of one size, with boxes. steps: of `BATCH` samples each.
-    tell: is given the number of the step and the losses since it was called last.
+    report: called with the number of the step and the losses since the previous call.
 
-    Raises:
-        ContractError: a model of another family, a sample that has not one image, images that
-            differ in size, or `out` is not empty.
+    Raises ContractError for a model of another family, for a sample without exactly one image, for
+    images of different sizes, and if `out` is not empty.
     """
     _check(model, samples)
     with publish_directory(out) as part, torch.random.fork_rng(devices=[]):
@@ -77,34 +76,34 @@ def pretrain_vision(
         processor = AutoProcessor.from_pretrained(model)
         merge = whole.model.visual.spatial_merge_size
         scenes = _Scenes.of(samples, processor.image_processor, merge)
-        _train(_Detector(whole, len(scenes.descriptions)), scenes, steps, tell)
+        _train(_Detector(whole, len(scenes.descriptions)), scenes, steps, report)
         whole.save_pretrained(part)
         processor.save_pretrained(part)
 
 
 def _check(model: Path, samples: Sequence[Sample]) -> None:
-    found = AutoConfig.from_pretrained(model).model_type
-    if found != FAMILY:
+    family = AutoConfig.from_pretrained(model).model_type
+    if family != FAMILY:
         raise ContractError(
             "toy pretrain-vision --model",
-            f"{model} is a {found}",
+            f"{model} is a {family}",
             f"Give a {FAMILY}, as learner toy make-model makes it without --family",
         )
     for sample in samples:
         if len(sample.images) != 1:
             raise ContractError(
                 sample.sample_id,
-                f"{len(sample.images)} images, where the vision tower learns from one",
+                f"it has {len(sample.images)} images, and pretraining needs one",
                 _DO,
             )
 
 
 class _Scenes(NamedTuple):
-    """All samples as tensors: n of them, of t tokens and p patches each.
+    """n samples as tensors, of t tokens and p patches each.
 
-    patches: (n, p, values), float16; grid: (1, 3), frames, rows and columns of the patches of one.
-    kinds: (n, t), places in `descriptions`, or one more for "none".
-    boxes: (n, t, 4) in bins, anything where there is none.
+    patches: (n, p, values), float16; grid: (1, 3), frames, rows and columns of an image's patches.
+    kinds: (n, t), indices into `descriptions`; its length means "none".
+    boxes: (n, t, 4) in bins, undefined without an object.
     """
 
     patches: Tensor
@@ -119,9 +118,9 @@ class _Scenes(NamedTuple):
         patches, grids = [], []
         for sample in samples:
             (path,) = sample.images
-            seen = images(images=[open_upright(path)], return_tensors="pt")
-            patches.append(seen["pixel_values"].half())
-            grids.append(seen["image_grid_thw"])
+            batch = images(images=[open_upright(path)], return_tensors="pt")
+            patches.append(batch["pixel_values"].half())
+            grids.append(batch["image_grid_thw"])
         if len({tuple(grid.flatten().tolist()) for grid in grids}) > 1:
             raise ContractError("toy pretrain-vision --data", "images of different sizes", _DO)
         side = int(grids[0][0, 1]) // merge
@@ -129,7 +128,7 @@ class _Scenes(NamedTuple):
         kinds = torch.full((len(samples), side, side), len(descriptions))
         boxes = torch.zeros(*kinds.shape, 4)
         for n, sample in enumerate(samples):
-            for each in sorted(sample.objects, key=_area):  # the largest one comes last, and stays
+            for each in sorted(sample.objects, key=_area):  # the largest one overwrites the others
                 box = torch.tensor(each.shape.coords, dtype=torch.float)
                 column, row = ((box[:2] + box[2:]) / 2 / COORD_BINS * side).long().tolist()
                 kinds[n, row, column] = descriptions.index(each.desc)
@@ -158,34 +157,34 @@ class _Detector(nn.Module):
         self.query = nn.Linear(width, 4 * width)
 
     def forward(self, patches: Tensor, grid: Tensor, kinds: Tensor, boxes: Tensor) -> Tensor:
-        """Both losses of a batch of b: (2,), as in `Losses`. Shapes as in `_Scenes`."""
-        seen = self.tower(patches.float().flatten(0, 1), grid_thw=grid.expand(len(patches), 3))
-        # As the language model adds them up, layer by layer.
-        tokens = (seen.pooler_output + sum(seen.deepstack_features)).view(*kinds.shape, -1)
+        """Return both losses of a batch, (2,), as in `Losses`. Shapes as in `_Scenes`."""
+        output = self.tower(patches.float().flatten(0, 1), grid_thw=grid.expand(len(patches), 3))
+        # The language model adds deepstack features in its first layers.
+        tokens = (output.pooler_output + sum(output.deepstack_features)).view(*kinds.shape, -1)
         kind = cross_entropy(self.kind(tokens).flatten(0, 1), kinds.flatten())
-        there = kinds < self.none
-        queries = self.query(tokens).view(*boxes.shape, -1)[there]
-        targets = soft_targets(boxes[there].flatten(), SIGMA, None)
+        is_object = kinds < self.none
+        queries = self.query(tokens).view(*boxes.shape, -1)[is_object]
+        targets = soft_targets(boxes[is_object].flatten(), SIGMA, None)
         box = cross_entropy((queries @ self.rows.T).flatten(0, 1), targets)
         return torch.stack([kind, box])
 
 
-def _train(detector: _Detector, scenes: _Scenes, steps: int, tell: Tell) -> None:
-    """AdamW with a warm-up and a cosine to zero."""
+def _train(detector: _Detector, scenes: _Scenes, steps: int, report: Report) -> None:
+    """Train with AdamW, a warm-up and a cosine schedule to zero."""
     optimizer = torch.optim.AdamW(detector.parameters(), lr=LEARNING_RATE)
     schedule = get_cosine_schedule_with_warmup(optimizer, min(WARMUP_STEPS, steps // 10), steps)
-    told: list[Tensor] = []
+    since_report: list[Tensor] = []
     for step in range(1, steps + 1):
-        chosen = torch.randint(len(scenes.patches), (BATCH,))
+        batch = torch.randint(len(scenes.patches), (BATCH,))
         losses = detector(
-            scenes.patches[chosen], scenes.grid, scenes.kinds[chosen], scenes.boxes[chosen]
+            scenes.patches[batch], scenes.grid, scenes.kinds[batch], scenes.boxes[batch]
         )
         optimizer.zero_grad()
         (KIND_WEIGHT * losses[0] + losses[1]).backward()
         nn.utils.clip_grad_norm_(detector.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
-        told.append(losses.detach())
-        if step % TOLD_EVERY == 0 or step == steps:
-            tell(step, Losses(*torch.stack(told).mean(0).tolist()))
-            told.clear()
+        since_report.append(losses.detach())
+        if step % REPORT_EVERY == 0 or step == steps:
+            report(step, Losses(*torch.stack(since_report).mean(0).tolist()))
+            since_report.clear()

@@ -1,7 +1,7 @@
-"""Objectives (section 10 of the contract): small typed units, and the registry of them.
+"""The registry of objectives (section 10 of the contract).
 
-An objective is one file with its config, its terms and its metrics, and one line here. The config
-and the metrics are made from these lists when they are imported. Imports no torch.
+An objective is one file with its config, its terms and its metrics, and one line here. The types
+of the config and the declared metrics follow from these lists. Imports no torch.
 """
 
 from learner.objectives.bbox_geo import BboxGeoModule

@@ -79,7 +79,7 @@ def _canonical(boxes: Tensor) -> Tensor:
 
 
 def ciou_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Complete-IoU loss per box, `1 - IoU + rho^2/c^2 + alpha v`; (N, 4) x 2 -> (N,).
+    """Return the complete-IoU loss per box, `1 - IoU + rho^2/c^2 + alpha v`; (N, 4) x 2 -> (N,).
 
     Boxes are x1, y1, x2, y2 in [0, 1]. Zheng et al., "Distance-IoU Loss", AAAI 2020
     (arXiv 1911.08287), equations 10 to 12; alpha is a constant for the gradient.

@@ -1,10 +1,10 @@
-"""`PipelineConfig`: a declared pipeline of either trainer variant (CFG-08).
+"""`PipelineConfig`: the declared pipeline of a trainer variant (CFG-08).
 
     stage2_ab.pipeline            stage2_two_channel, stage2_group_relative
     rollout_matching.pipeline     stage2_rollout_aligned
 
-Every module states every key of its config: there are no defaults to drift, but the drop-invalid
-multiplier's. Imports no torch.
+Every module states every key of its config: only the drop-invalid multiplier has a default.
+Imports no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from shared_contracts.strict_model import Refusal, StrictModel, refuse_all
 
 
 def _one_of(modules: Sequence[type[Entry]]) -> Any:
-    """The type of an entry, by its name."""
+    """Return the type of an entry, which its `name` selects."""
     if len(modules) == 1:
         return modules[0]
     return Annotated[reduce(or_, modules), Field(discriminator="name")]
@@ -35,7 +35,7 @@ else:
 
 
 class PipelineConfig(StrictModel):
-    """The objective, module by module, and what is only looked at (section 10)."""
+    """The loss modules of the objective, and monitoring modules (section 10)."""
 
     objective: Annotated[tuple[ObjectiveModule, ...], Field(strict=False)] = Field(
         description="loss modules; each has exactly `name, enabled, weight, channels, config`"

@@ -1,7 +1,7 @@
-"""`coord_diag`: what the coordinate distributions say of the ground truth (LOSS-06).
+"""`coord_diag`: metrics of the coordinate distributions against the ground truth (LOSS-06).
 
-Monitors: they see no gradient and add to no loss. Every value is a sum over slots, to be
-divided by their number wherever packs and processes meet.
+They have no gradient and add to no loss. Every value is a sum over slots; it is divided by the
+number of slots after the sums of packs and processes are added.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TOP = 5
 
 
 class CoordDiagModule(Diagnostic):
-    """The ground truth's bin is the nearest one of a target between bins.
+    """Metrics of slots; a target between two bins counts as its nearest bin.
 
-    `expected_bin_mae` is the distance in bins of the mean of the distribution to the target
-    itself. `coord_mass_mean` is the fraction of the coordinate tokens in the whole vocabulary, at
-    the gates' temperature; all else is at temperature 1.
+    `expected_bin_mae` is the distance in bins of the distribution's mean to the target itself.
+    `coord_mass_mean` is the probability of the coordinate tokens in the whole vocabulary, at the
+    gates' temperature; all other metrics are at temperature 1.
     """
 
     name: Literal["coord_diag"] = Field(
@@ -35,7 +35,7 @@ class CoordDiagModule(Diagnostic):
 
     metrics: ClassVar[SlotMetrics] = {
         "acc_top1": ("1", "coordinates whose likeliest bin is the ground truth's / coordinates"),
-        "acc_top5": ("1", "those with it among the five likeliest / coordinates"),
+        "acc_top5": ("1", "coordinates whose five likeliest bins have that bin / coordinates"),
         "p_gt_mean": ("1", "mean probability of the ground truth's bin"),
         "expected_bin_mae": ("bins", "mean distance of the expected bin to the ground truth"),
         "entropy_mean": ("nats", "mean entropy of the distribution over the bins"),

@@ -47,8 +47,8 @@ class CoordRegModule(Objective):
             "coord_ce": "cross-entropy of the nearest bin",
             "coord_soft_ce": "cross-entropy against a Gaussian around the bin",
             "coord_w1": "W1 distance to that Gaussian",
-            "coord_gate": "mass outside of the coordinate tokens at coordinates",
-            "text_gate": "mass of the coordinate tokens at text",
+            "coord_gate": "`-log` of the probability of coordinate tokens, at coordinates",
+            "text_gate": "`-log` of the probability of other tokens, at text",
         }
     }
 
@@ -67,18 +67,18 @@ class CoordRegModule(Objective):
         return self.config.temperature
 
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
-        """`text_gate` runs on the text that `token_ce` supervises (LOSS-04)."""
+        """Yield an error for `text_gate` in a channel without supervised text (LOSS-04)."""
         weight = self.config.text_gate_weight
         text = {c for m in modules if m.supervises_text for c in m.channels}
         if weight > 0 and (lost := sorted(set(self.channels) - text)):
             yield Refusal(
-                f"{weight} in channel {lost[0]}, where no token_ce supervises text",
+                f"{weight} in channel {lost[0]}, in which no token_ce supervises text",
                 "Set it to 0, or list the channel in token_ce",
                 "config.text_gate_weight",
             )
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
-        """Yield the terms of coordinates by slots, then those of text gates by tokens."""
+        """Yield means over slots, then the mean of `text_gate` over text tokens."""
         from learner.objectives.numerics import coord_gate, coord_log_probs, text_gate
 
         config, totals, final = self.config, selection.totals, stats.final
@@ -108,11 +108,9 @@ class CoordRegModule(Objective):
 
 
 def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
-    """Unimodal targets `q(k)` proportional to `exp(-((k - t)/sigma)^2 / 2)`.
+    """Return `q(k)` proportional to `exp(-((k - t)/sigma)^2 / 2)`, (K, 1000); rows sum to 1.
 
-    bins: (K,) targets t in [0, 999], in bins.
-    truncate: zero beyond this many bins from t; None: never.
-    Returns (K, 1000), rows sum to 1.
+    bins: (K,) targets t in [0, 999]. truncate: q is 0 farther than this from t; None: nowhere.
     """
     import torch
 
@@ -125,5 +123,5 @@ def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
 
 
 def wasserstein1(probs: Tensor, targets: Tensor) -> Tensor:
-    """`sum |CDF_p - CDF_q| / 999` per row; (K, 1000) x 2 -> (K,) in [0, 1]."""
+    """Return `sum |CDF_p - CDF_q| / 999` per row; (K, 1000) x 2 -> (K,) in [0, 1]."""
     return (probs.cumsum(-1) - targets.cumsum(-1)).abs().sum(-1) / (COORD_BINS - 1)

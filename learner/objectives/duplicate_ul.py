@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from learner.objectives.logit_stats import ForwardStats, Selection
 
-# In nats: a probability above 1 - 1e-6 counts as that one.
+# In nats: a probability above 1 - 1e-6 counts as 1 - 1e-6.
 LEAST_NLL = 1e-6
 
 
@@ -24,8 +24,8 @@ class DuplicateULConfig(StrictModel):
     radius: int | None = Field(
         ge=0,
         lt=COORD_BINS,
-        description="only of coordinates, and with the bins within this distance counted as one "
-        "token; null: of the one token, of any kind",
+        description="in bins: only coordinate tokens count, each together with the bins within "
+        "this distance; null: tokens of any kind count, each alone",
     )
 
 
@@ -54,7 +54,7 @@ class DuplicateULModule(Objective):
 
 
 def unlikelihood(nll: Tensor) -> Tensor:
-    """`-log(1 - p)` of tokens with `-log p`, (U,) -> (U,), in nats.
+    """Return `-log(1 - p)` of tokens with `-log p`, (U,) -> (U,), in nats.
 
     Welleck et al., "Neural Text Generation with Unlikelihood Training" (arXiv 1908.04319).
     Below `LEAST_NLL` the value and the slope are those at `LEAST_NLL`.

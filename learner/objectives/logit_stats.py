@@ -1,10 +1,10 @@
-"""What a packed row is trained on, and the statistics of its logits that the objectives need.
+"""The supervision of a packed row, and the statistics of its logits for the objectives.
 
-A row of logits is as wide as the vocabulary, and a pack has thousands of rows. So no objective
-gets rows: of text it gets the cross-entropy of the target and the share of what is no
-coordinate, of a slot a logsumexp and the logits of the 1000 coordinates. The head is applied to
-the supervised rows only, a chunk at a time (FULL-02). Backward computes each chunk's logits again,
-so the logits of more than one chunk never exist.
+A row of logits is as wide as the vocabulary, and a pack has thousands of rows. So objectives get
+statistics: for a text row the target's cross-entropy and the probability of all tokens that are no
+coordinates, for a slot a logsumexp and the logits of the 1000 coordinates. The head is applied to
+the supervised rows only, a chunk at a time (FULL-02). Backward computes each chunk's logits again:
+the logits of one chunk exist at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,14 +30,14 @@ from learner.types import Role
 
 @dataclass(frozen=True)
 class Supervision:
-    """What one packed row of L tokens is trained on; positions count from its start.
+    """The supervision of a packed row of L tokens; positions count from its start.
 
     input_ids: (L,). roles: (L,) int8, values of `Role`. has_dropped: (L,) bool, true in
     samples that lost an invalid object. coord_positions: (K,). coord_bins: (K,) float, in bins.
-    boxes: (N, 4) indices into K. departures: (U, 2) of a position and the token id with which a
-    removed duplicate departs there; each position once. kept_positions, kept_logprobs: (R,) tokens
-    of the answer that the target keeps, and what the engine gave them, in nats (LOGP-01).
-    kept_advantages: (R,) of the answer of each of them; 0 where answers are not compared.
+    boxes: (N, 4) indices into K. departures: (U, 2) position and token id at which a removed
+    duplicate departs from the target; positions are unique. kept_positions, kept_logprobs: (R,)
+    tokens of the answer that the target keeps, with the engine's log-probability in nats
+    (LOGP-01). kept_advantages: (R,) of their answer; 0 if answers are not compared.
     """
 
     input_ids: Tensor
@@ -57,15 +57,15 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of the means of a forward; 0 where a row has none of a kind, and so no term.
+    """Denominators of a row's means; a term whose denominator is 0 is left out.
 
-    The objectives get them as arguments, so that the losses of parts of a row, each over the
-    totals of the whole, add up to the loss of the whole.
+    They are arguments of the objectives, so that the losses of parts of a row, over the totals of
+    the whole row, add up to the loss of the whole.
 
     text_weight, struct_weight: () sums of cross-entropy weights, over all supervised text
     and over its structure and closure. text, slots, boxes, departures: counts.
-    answer_tokens: kept tokens of the row; or what makes the losses of packs, weighted by their
-    fraction of the samples, the mean over the tokens of the step (GROUP-03).
+    answer_tokens: kept tokens of the row; or the number by which the losses of packs, weighted by
+    their share of the samples, add up to the mean over the tokens of the step (GROUP-03).
     """
 
     text_weight: Tensor
@@ -81,17 +81,16 @@ class Totals:
 class Selection:
     """The supervised tokens of a row, and the rows of logits that predict them.
 
-    A token at position p is predicted by the logits at p-1: so are all rows here.
+    A row is one less than the position of its token, which the logits at position - 1 predict.
 
     text_rows: (T,); text_targets: (T,) token ids; text_roles: (T,) `Role` values;
     text_weights: (T,) cross-entropy weights, > 0.
     slot_rows: (K,); slot_bins: (K,) in [0, 999], fractions between bins allowed.
     boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
-    departure_rows: (U,); departure_tokens, departure_targets: (U,) token ids that a removed
-        duplicate and the target have there.
+    departure_rows: (U,); departure_tokens, departure_targets: (U,) token ids of the removed
+        duplicate and of the target.
     kept_rows: (R,); kept_tokens: (R,) token ids; kept_roles: (R,) `Role` values; kept_logprobs:
-        (R,) by the engine; kept_advantages: (R,). These are compared, and trained on only if
-        `learns_kept`.
+        (R,) by the engine; kept_advantages: (R,). They are trained on only with `learns_kept`.
     """
 
     text_rows: Tensor
@@ -113,21 +112,20 @@ class Selection:
     learns_kept: bool = False
 
     def over(self, answer_tokens: float) -> "Selection":
-        """The same with another number of answer tokens as denominator."""
+        """Return the selection with another denominator `answer_tokens`."""
         return replace(self, totals=replace(self.totals, answer_tokens=answer_tokens))
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits that have a backward, in one forward."""
+        """Number of rows whose logits have a backward, in one forward."""
         kept = len(self.kept_rows) if self.learns_kept else 0
         return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows) + kept
 
 
 def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
-    """The supervised tokens of a row.
+    """Return the supervised tokens of a row.
 
-    weights: (L,) of its text tokens, 0 where none is taught. departures: those of the row that
-    are read, (U, 2).
+    weights: (L,) of text tokens; 0: not supervised. departures: (U, 2), some of the row's.
     """
     positions = weights.nonzero().squeeze(1)
     text_weights, roles = weights[positions], row.roles[positions]
@@ -160,23 +158,23 @@ def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
 
 
 def is_description(roles: Tensor) -> Tensor:
-    """(T,) `Role` values of supervised text -> (T,) bool; the rest is structure and closure."""
+    """Return whether supervised text is description; else it is structure; (T,) -> (T,) bool."""
     return roles == Role.APPENDED_DESC
 
 
-# Logits that the head computes at once: 440 rows of Qwen's vocabulary, 128 MiB in bfloat16. With
-# fewer rows a GPU would wait for its memory, which has to deliver the whole head to each chunk.
+# Logits that the head computes at once: 440 rows of Qwen's vocabulary, 128 MiB in bfloat16. Each
+# chunk reads the whole head: with fewer rows the memory would limit a GPU.
 HEAD_ELEMENTS = 2**26
 
-# Logits that are widened at once: in float32 4 MiB, which caches hold, and 64 MiB on a GPU.
+# Logits that are widened at once: in float32 4 MiB on a CPU, for its caches, and 64 MiB on a GPU.
 _CHUNK_ELEMENTS_CPU = 2**20
 _CHUNK_ELEMENTS = 2**24
 
 
 class HeadInput(NamedTuple):
-    """The rows of a pack before the head.
+    """The input of the head for a pack.
 
-    hidden: (L, H), the last hidden states. head: (r, H) of them -> logits (r, V).
+    hidden: (L, H), the last hidden states. head: maps (r, H) of them to logits (r, V).
     vocabulary: V.
     """
 
@@ -186,15 +184,15 @@ class HeadInput(NamedTuple):
 
 
 class LogitStats(NamedTuple):
-    """What the objectives know of one forward; differentiable, float32 or wider.
+    """Statistics of one forward for the objectives; differentiable, float32 or wider.
 
     T supervised text tokens, K supervised coordinate slots, U departures, R kept tokens, as in the
-    `Selection`; T is 0 where the text was not read.
+    `Selection`; T is 0 if no objective reads the text of this forward.
 
     text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
-    text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
+    text_mass: (T,) probability of all tokens that are no coordinates, in [0, 1].
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
-    slot_coord_logits: (K, 1000) logits as they came.
+    slot_coord_logits: (K, 1000) unchanged logits.
     departure_nll: (U,) `-log p` over the vocabulary, in nats, of the token with its neighbours.
     kept_nll: (R,) `-log p(token)` of kept tokens; without gradient unless they are trained on.
     """
@@ -208,11 +206,11 @@ class LogitStats(NamedTuple):
 
 
 class ForwardStats(NamedTuple):
-    """The forwards of a pack that the objectives look at.
+    """Statistics of the forwards of a pack.
 
     anchor: of the teacher-forced forward (A1 in channel A). final: of the last one (A2); the
-    same object where there is one forward. start_nll: (R,) `kept_nll` by the model that the run
-    started from, without gradient, where a module reads it.
+    same object if there is one forward. start_nll: (R,) `kept_nll` by the model that the run
+    started from, without gradient; None if no module reads it.
     """
 
     anchor: LogitStats
@@ -225,9 +223,9 @@ class Reader:
     """Reads the supervised rows of one pack's logits.
 
     coord_ids: (1000,) on the device of the logits. temperature: of the gates.
-    final_text: an objective looks at the text of the last of several forwards.
-    radius: of the neighbours of a coordinate with which a duplicate departs, in bins; None: a
-        duplicate may depart with any token, and none has neighbours.
+    final_text: whether an objective reads the text of the last of several forwards.
+    radius: in bins, of the neighbours of a coordinate at a departure; None: departures may be
+        tokens of any kind, without neighbours.
     """
 
     selection: Selection
@@ -247,7 +245,7 @@ class Reader:
         return self._stats(given, nothing, nothing)
 
     def slots(self, given: HeadInput) -> Tensor:
-        """Coordinate logits of the slots alone, (K, 1000)."""
+        """Return only the coordinate logits of the slots, (K, 1000)."""
 
         def read(hidden: Tensor) -> Tensor:
             return widened(given.head(hidden).index_select(-1, self.coord_ids))
@@ -256,11 +254,11 @@ class Reader:
         return torch.cat([_recomputed(read, part) for part in rows.split(_head_rows(given))])
 
     def kept(self, given: HeadInput) -> Tensor:
-        """`kept_nll` of a `LogitStats` alone."""
+        """Return only the `kept_nll` of a `LogitStats`."""
         return self._nll(given, self.selection.kept_rows, self.selection.kept_tokens)
 
     def _stats(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
-        """The statistics of the text rows, of all slots, departures and kept tokens."""
+        """Return statistics of these text rows, and of all slots, departures and kept tokens."""
         chosen = self.selection
         text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
         departing = self._departing(given)
@@ -269,10 +267,10 @@ class Reader:
         return LogitStats(text, mass, slots, coord, departing, kept)
 
     def _departing(self, given: HeadInput) -> Tensor:
-        """`departure_nll` of a `LogitStats`.
+        """Return the `departure_nll` of a `LogitStats`.
 
-        The neighbours of a coordinate are the bins within the radius that are nearer to it than
-        to a coordinate that the target has in its place.
+        The neighbours of a departing coordinate are the bins within the radius that are nearer to
+        it than to the target's coordinate at that position, if the target has one there.
         """
         chosen, rows = self.selection, self.selection.departure_rows
         if self.radius is None or not len(rows):
@@ -288,7 +286,7 @@ class Reader:
         return lse - bounded(logits).masked_fill(~near, -torch.inf).logsumexp(-1)
 
     def _nll(self, given: HeadInput, rows: Tensor, tokens: Tensor) -> Tensor:
-        """`-log p(token)` of each of (R,) rows, which may be rows of text or of slots, too."""
+        """Return `-log p(token)` of (R,) rows, which may also be rows of text or slots."""
         if len(rows):
             return self._read(given, rows, tokens, rows[:0])[0]
         # No view: FSDP2 puts its hooks on what a forward returns.
@@ -297,10 +295,10 @@ class Reader:
     def _read(
         self, given: HeadInput, text_rows: Tensor, targets: Tensor, slot_rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """The first four of a `LogitStats`, of rows of which none is there twice.
+        """Return the first four fields of a `LogitStats`, of unique rows.
 
-        A chunk may hold rows of both kinds. Its logits are dropped after the forward and
-        computed again in backward, unless one chunk holds all rows.
+        A chunk may have rows of both kinds. Its logits are dropped after the forward and
+        computed again in backward, unless one chunk has all rows.
         """
         rows = torch.cat([text_rows, slot_rows])
         step, texts = _head_rows(given), len(text_rows)
@@ -323,19 +321,19 @@ class Reader:
 
 
 def _head_rows(given: HeadInput) -> int:
-    """How many rows the head takes at once."""
+    """Return the rows of a chunk."""
     return max(1, HEAD_ELEMENTS // given.vocabulary)
 
 
 def _recomputed(read: Callable[..., Any], *inputs: Tensor) -> Any:
-    """`read(*inputs)`, of which backward needs the inputs alone."""
+    """Return `read(*inputs)`; backward computes it again from the inputs."""
     return checkpoint(read, *inputs, use_reentrant=False)
 
 
 class _ReadRows(torch.autograd.Function):
-    """(r, V) logits, T text rows and targets, K slot rows -> the first four of a `LogitStats`.
+    """(r, V) logits, T text rows and targets, K slot rows -> first four fields of a `LogitStats`.
 
-    No row is there twice.
+    Rows are unique.
     """
 
     @staticmethod
@@ -391,8 +389,8 @@ class _ReadRows(torch.autograd.Function):
 class _Rows:
     """Bounded rows of (r, V) logits in chunks, without gradients.
 
-    clean: () bool, whether the bounds left all as it was of what has been read so far. What was
-        found when rows were read is given to the object that pulls at them.
+    clean: () bool, whether the bounds have changed no value yet. The object of the backward gets
+        that of the forward.
     """
 
     def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:
@@ -402,14 +400,14 @@ class _Rows:
         self._all_clean = clean is not None and bool(clean)
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
-        """Slices of `rows` whose logits are a chunk."""
+        """Yield slices of `rows`, one per chunk of logits."""
         on_cpu = rows.device.type == "cpu" and not counts_as_cuda()
         elements = _CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS
         step = max(1, elements // self._logits.shape[-1])
         return (slice(start, start + step) for start in range(0, len(rows), step))
 
     def logsumexp(self, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(R,) -> logsumexp of each row (R,), and the share of what is no coordinate (R,)."""
+        """Return the logsumexp and the text mass of each row; (R,) -> (R,), (R,)."""
         lse = torch.empty(len(rows), dtype=self._wide, device=rows.device)
         mass = torch.empty_like(lse)
         for part in self.parts(rows):
@@ -426,9 +424,9 @@ class _Rows:
         whole: Tensor,
         coord: Tensor | None = None,
     ) -> Tensor:
-        """Gradient of the logits of `rows`, (r, V), where their logsumexp is pulled by `whole`.
+        """Return the gradient of the logits of `rows`, (r, V), for the gradient of the logsumexp.
 
-        The softmax times `whole` (r,), but at the coordinates times `coord` (r,) if given.
+        It is the softmax times `whole` (r,), but at the coordinates times `coord` (r,) if given.
         """
         soft = bound_(self._divided(rows, temperature)).sub_(lse[:, None]).exp_()
         inner = None
@@ -446,6 +444,6 @@ class _Rows:
         return widened(self._logits[:0]).dtype
 
     def _divided(self, rows: Tensor, temperature: float) -> Tensor:
-        """Logits of `rows`, divided, in a memory of their own."""
+        """Return a copy of the logits of `rows`, divided by the temperature."""
         own = widened(self._logits.index_select(0, rows))
         return own if temperature == 1.0 else own.div_(temperature)

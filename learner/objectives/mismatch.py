@@ -1,9 +1,9 @@
-"""How far engine and trainer are apart on the tokens of answers (LOGP-01).
+"""Differences of the engine's and the trainer's log-probabilities of answer tokens (LOGP-01).
 
 With `rollout_matching.logprobs` the engine reports the log-probability of each token of an answer.
 The teacher-forced forward has the tokens that the target keeps in the same contexts. Both sides use
-the model's own logits, at temperature 1. A difference is rounding, other arithmetic or other
-weights.
+the model's own logits, at temperature 1. Rounding, other kernels or other weights cause
+differences.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from learner.types import Role
 
 Array = npt.NDArray[np.float64]
 
-# What tokens are compared, by the name in the metrics.
+# Kinds of compared tokens, by the name in the metrics.
 ALL = "all"
 TOKEN_KINDS = {
     ALL: "all compared tokens",
@@ -29,7 +29,7 @@ _KIND_OF: dict[Role, str] = {
     Role.MATCHED_STRUCTURE: "structure",
     Role.MATCHED_DESC: "description",
     Role.FALSE_POSITIVE: "false_positive",
-    # A first `{` that no complete object follows; an experiment may keep more.
+    # Here a first `{` without a complete object behind it; an experiment may keep more.
     Role.APPENDED_STRUCTURE: "structure",
     Role.APPENDED_DESC: "description",
     Role.COORD: "coordinate",
@@ -48,12 +48,12 @@ class Mismatch(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
-        """All tokens of `parts`; none where there are no parts."""
+        """Concatenate the tokens of `parts`, which may be empty."""
         roles = [np.zeros(0, np.int8), *(part.roles for part in parts)]
         return cls(np.concatenate(roles), np.concatenate([np.zeros(0), *(p.nats for p in parts)]))
 
     def by_kind(self) -> Iterator[tuple[str, Array]]:
-        """The differences of each of `TOKEN_KINDS` that has a token."""
+        """Yield the differences of each of `TOKEN_KINDS` that has a token."""
         for kind in TOKEN_KINDS:
             roles = [role for role, own in _KIND_OF.items() if kind in (own, ALL)]
             nats = self.nats[np.isin(self.roles, roles)]

@@ -1,8 +1,7 @@
-"""Gate arithmetic and its numerical limits, one owner for training, metrics and rollouts.
+"""Gate arithmetic and its numerical limits, for training, metrics and rollouts.
 
 The temperature divides logits first. Limits (LOSS-04): NaN becomes 0, infinities and large
-values are clamped to +-1e4, and the share of text under the logarithm of `text_gate` is at least
-1e-6.
+values are clamped to +-1e4, and the text mass in the logarithm of `text_gate` is at least 1e-6.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ _AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within the block the CPU's fake tensors take the way of CUDA's tensors."""
+    """Let fake tensors of the CPU take the code path of CUDA tensors in the block."""
     token = _AS_ON_CUDA.set(True)
     try:
         yield
@@ -29,12 +28,12 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def counts_as_cuda() -> bool:
-    """Whether tensors of the CPU take the way of CUDA's."""
+    """Return whether tensors of the CPU take the code path of CUDA tensors."""
     return _AS_ON_CUDA.get()
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In float32, or wider as they came."""
+    """Return float32 logits; float64 ones as they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -46,32 +45,32 @@ def bounded(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def bound_(scaled: Tensor) -> Tensor:
-    """As `bounded`, of logits divided already and without gradient, in their own memory."""
+    """Bound divided logits in place, without gradient, as `bounded` does."""
     return scaled.clamp_(-LOGIT_LIMIT, LOGIT_LIMIT).nan_to_num_()
 
 
 def all_inside(scaled: Tensor) -> Tensor:
-    """Whether `bound_` would change none of (r, V) divided logits; () bool."""
+    """Return whether `bound_` would leave (r, V) divided logits unchanged; () bool."""
     least, most = torch.aminmax(scaled)
     return (least >= -LOGIT_LIMIT) & (most <= LOGIT_LIMIT)
 
 
 def bounded_gradient(logits: Tensor, gradient: Tensor, temperature: float = 1.0) -> Tensor:
-    """`gradient` where `bounded` passes a logit through, 0 where it replaces it; same shape."""
+    """Return `gradient`, but 0 at logits that `bounded` replaces; same shape."""
     inside = (widened(logits) / temperature).abs() <= LOGIT_LIMIT
     return gradient.masked_fill(~inside, 0.0)
 
 
 def full_logsumexp(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logsumexp of bounded logits; (..., V) -> (...)."""
+    """Return the logsumexp of bounded logits; (..., V) -> (...)."""
     return torch.logsumexp(bounded(logits, temperature), dim=-1)
 
 
 def logsumexp_and_text_mass_(scaled: Tensor, coord_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`full_logsumexp` (r,) and the text mass (r,) of (r, V) bounded logits, in their own memory.
+    """Return `full_logsumexp` (r,) and the text mass (r,) of (r, V) bounded logits, in place.
 
-    The text mass is the share of the tokens that are no coordinates, in [0, 1]. It is summed, not
-    1 less the share of the coordinates, which has few digits where the coordinates have nearly all.
+    The text mass is the probability of all tokens that are no coordinates, in [0, 1]. It is a sum,
+    because `1 - p_coord` has few digits if `p_coord` is near 1.
     """
     top = scaled.amax(-1, keepdim=True)
     exps = scaled.sub_(top).exp_()
@@ -82,28 +81,27 @@ def logsumexp_and_text_mass_(scaled: Tensor, coord_ids: Tensor) -> tuple[Tensor,
 
 
 def coord_log_probs(coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities over the coordinate bins; (..., 1000) -> (..., 1000)."""
+    """Return log-probabilities over the coordinate bins; (..., 1000) -> (..., 1000)."""
     return torch.log_softmax(bounded(coord_logits, temperature), dim=-1)
 
 
 def coord_gate(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mass that leaks out of the coordinate vocabulary at coordinate slots, in nats.
+    """Return `-log p_coord` at coordinate slots, in nats.
 
     `logsumexp(full) - logsumexp(coord)`; (...) of `full_logsumexp` and (..., 1000) -> (...),
-    >= 0 but for rounding.
+    >= 0 except for rounding.
     """
     return full_lse - full_logsumexp(coord_logits, temperature)
 
 
 def coord_mass(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Share of the coordinate tokens in the vocabulary; shapes as of `coord_gate`, in [0, 1]."""
+    """Return the probability of all coordinate tokens, in [0, 1]; shapes as of `coord_gate`."""
     return (-coord_gate(full_lse, coord_logits, temperature)).exp()
 
 
 def text_gate(text_mass: Tensor) -> Tensor:
-    """Penalty on coordinate mass at text positions, in nats.
+    """Return `-log(1 - p_coord)` at text positions, in nats; (...) -> (...), in [0, 13.8].
 
-    `-log(1 - p_coord)` with `1 - p_coord`, the text mass, floored at 1e-6; shares of what is no
-    coordinate in the vocabulary (...) -> (...), in [0, 13.8].
+    text_mass: `1 - p_coord`; at least 1e-6 counts.
     """
     return -text_mass.clamp_min(PROBABILITY_FLOOR).log()

@@ -1,8 +1,8 @@
-"""What an objective is: an entry of a pipeline, its loss and its metrics in one class.
+"""Base classes of objectives and diagnostics: config entry, loss terms and metrics in one class.
 
-An objective is one file here and one line of the registry (`learner/objectives/__init__.py`): the
-config's types, the JSON schema, the metrics and their reference all read the registry. The classes
-are part of the config: their files import torch within functions. CONTRIBUTING.md has an example.
+`learner/objectives/__init__.py` is their registry; the config's types, the JSON schema and the
+reference of metrics follow from it. The classes are types of the config: their files import torch
+within functions. CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 Weight = Annotated[float, Field(ge=0)]
 
-# What a term looks at: text in the first forward, text in the last of several, coordinates and
+# The input of a term: text in the first forward, text in the last of several, coordinates and
 # gates in the last, tokens with which removed duplicates depart from the target, or the tokens of
 # the answer that the target keeps.
 Family = Literal["text", "context_text", "coord", "departure", "answer"]
 
-# By family, the meaning of each term's name.
+# family -> name of the term -> meaning
 LossMetrics = Mapping[Family, Mapping[str, str]]
-# (unit, meaning) of each name of a diagnostic.
+# name of the metric -> (unit, meaning)
 SlotMetrics = Mapping[str, tuple[str, str]]
 
 LOSS_PREFIX: dict[tuple[Channel, Family], str] = {
@@ -44,7 +44,7 @@ LOSS_PREFIX: dict[tuple[Channel, Family], str] = {
 
 
 class Term(NamedTuple):
-    """One additive part of an objective's loss: its name in the logs and its value, a scalar."""
+    """One additive part of an objective's loss: its name in the logs and its scalar value."""
 
     name: str
     family: Family
@@ -52,7 +52,7 @@ class Term(NamedTuple):
 
 
 class Entry(StrictModel):
-    """What every entry of a pipeline states; each class narrows the name and the config."""
+    """The keys of every entry of a pipeline; a subclass narrows `name` and `config`."""
 
     name: str
     enabled: bool = Field(description="false: the module is not used")
@@ -70,19 +70,19 @@ class Entry(StrictModel):
         return channels
 
     def counts_in(self, channel: Channel) -> bool:
-        """True where the module runs in the channel and its weight is not zero."""
+        """Return whether the module runs in the channel with a weight above 0."""
         return self.enabled and self.weight > 0 and channel in self.channels
 
 
 class Objective(Entry):
     """A loss module.
 
-    metrics: of all names that `terms` gives.
-    supervises_text: `text_weights` says which text is trained on.
-    reads_departures: it looks at the tokens with which removed duplicates depart (CLEAN-02).
-    reads_kept: it learns from the tokens of the answer that the target keeps, over those of the
-        whole step (GROUP-03).
-    token_metrics: of all names that `token_sums` gives.
+    metrics: meanings of all terms of `terms`.
+    supervises_text: whether `text_weights` selects the text to train on.
+    reads_departures: whether it reads the tokens with which removed duplicates depart (CLEAN-02).
+    reads_kept: whether it learns from the answer's tokens that the target keeps, as a mean over
+        those of the whole step (GROUP-03).
+    token_metrics: meanings of all names of `token_sums`.
     """
 
     metrics: ClassVar[LossMetrics]
@@ -92,15 +92,15 @@ class Objective(Entry):
     token_metrics: ClassVar[SlotMetrics] = {}
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
-        """The terms of a pack's loss over `selection.totals`; none where it has nothing for it."""
+        """Yield the terms of a pack's loss over `selection.totals`; none for an empty input."""
         raise NotImplementedError
 
     def token_sums(self, stats: ForwardStats, selection: Selection) -> dict[str, float]:
-        """Monitors: of each name the sum over the R kept tokens."""
+        """Return monitoring sums over the R kept tokens, by name."""
         return {}
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
-        """Cross-entropy weight of each token of a row, (L,)."""
+        """Return the cross-entropy weight of each token of a row, (L,)."""
         raise NotImplementedError
 
     @property
@@ -115,7 +115,7 @@ class Objective(Entry):
 
     @property
     def reads_last_text(self) -> bool:
-        """Whether it looks at the text of the last of several forwards."""
+        """Whether it reads the text of the last of several forwards."""
         return False
 
     @property
@@ -125,16 +125,16 @@ class Objective(Entry):
 
     @property
     def gate_temperature(self) -> float | None:
-        """What divides the logits of the gates; None: it has none."""
+        """Temperature of the gates; None: it has no gates."""
         return None
 
     @property
     def departure_radius(self) -> int | None:
-        """Bins around a departing coordinate that count as it; None: any token may depart."""
+        """Bins on each side that count as a departing coordinate; None: any token may depart."""
         return None
 
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
-        """Faults of its config beside the enabled modules; keys are relative to the entry."""
+        """Yield conflicts with the enabled modules; keys are relative to the entry."""
         if "A" in self.channels and (self.reads_departures or self.reads_kept):
             yield Refusal(
                 f"{list(self.channels)}, and channel A has no answers", "Use [B]", "channels"
@@ -147,5 +147,5 @@ class Diagnostic(Entry):
     metrics: ClassVar[SlotMetrics]
 
     def sums(self, stats: LogitStats, selection: Selection, temperature: float) -> dict[str, float]:
-        """Of each name the sum over the K supervised slots. temperature: of the gates."""
+        """Return sums over the K supervised slots, by name. temperature: of the gates."""
         raise NotImplementedError

@@ -1,11 +1,10 @@
-"""The declared objective, composed: statistics of one pack in, one scalar and its atoms out.
+"""The declared objective: from the statistics of one pack to a scalar loss and its parts.
 
     Supervision -> select() -> Selection
     logits -> reader() -> ForwardStats -> Objective.terms() of each module -> PackLoss
                                        -> Diagnostic.sums()
 
-Nothing runs that the config does not declare (CFG-08), no term whose weight is 0, and none on a
-pack that has nothing for it.
+Only declared modules run (CFG-08), and only terms with a weight above 0 and an input.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,8 @@ class PackLoss:
     """total: differentiable scalar; atoms: its weighted parts, which add up to it.
 
     diagnostics: sums over the pack's slots, by key; slots: their number.
-    mismatch: of the pack's kept tokens; None where it has none. tokens: of monitors over the kept
-    tokens, the sum and their number, by key.
+    mismatch: of the pack's kept tokens; None if it has none. tokens: (sum, number of kept tokens)
+    of monitors, by key.
     """
 
     total: Tensor
@@ -60,7 +59,7 @@ class Pipeline:
         self._radius = next((radius for radius in of_departures if radius is not None), None)
 
     def select(self, row: Supervision, channel: Channel) -> Selection:
-        """What the declared modules are trained on in a row; no text without `token_ce`."""
+        """Return what the declared modules supervise in a row; no text without `token_ce`."""
         departures = row.departures
         if not any(m.reads_departures and m.counts_in(channel) for m in self._modules):
             departures = departures[:0]
@@ -75,13 +74,13 @@ class Pipeline:
         return replace(select(row, weights, departures), learns_kept=learns_kept)
 
     def reader(self, selection: Selection) -> Reader:
-        """Reads logits, (L, V), of a row for the declared modules."""
+        """Return the reader of a row's logits (L, V) for the declared modules."""
         ids = self._coord_ids.to(selection.slot_rows.device)
         return Reader(selection, ids, self._temperature, self._reads_last_text, radius=self._radius)
 
     def __call__(self, stats: ForwardStats, selection: Selection, channel: Channel) -> PackLoss:
-        """Loss of one pack over `selection.totals`."""
-        # Every forward is part of the loss, whatever the pack holds: ranks synchronize over it.
+        """Return the loss of one pack over `selection.totals`."""
+        # Every forward is part of every loss, because ranks synchronize in its backward.
         total = 0.0 * (stats.anchor.slot_lse.sum() + stats.final.slot_lse.sum())
         atoms: dict[str, Tensor] = {}
         for module in self._modules:
@@ -92,14 +91,14 @@ class Pipeline:
                 total = total + weighted
                 atoms[f"{LOSS_PREFIX[channel, term.family]}/{term.name}"] = weighted.detach()
         values = torch.stack(list(atoms.values())).tolist() if atoms else []
-        seen = {"B" if channel == "B" else "A1": stats.anchor}
+        forwards = {"B" if channel == "B" else "A1": stats.anchor}
         if stats.final is not stats.anchor:
-            seen["A2"] = stats.final
+            forwards["A2"] = stats.final
         diagnostics = {
             f"{module.name}/{provenance}/{name}": value
             for module in self._diagnostics
             if module.counts_in(channel)
-            for provenance, forward in seen.items()
+            for provenance, forward in forwards.items()
             for name, value in module.sums(forward, selection, self._temperature).items()
         }
         kept = len(selection.kept_rows)

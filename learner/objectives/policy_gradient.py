@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from learner.objectives.logit_stats import ForwardStats, Selection
 
-# In nats: a token that is e^20 times as likely counts as this likely, and without gradient.
+# In nats: a larger log ratio counts as 20, without gradient.
 LOG_RATIO_LIMIT = 20.0
 
 
 class PolicyGradientConfig(StrictModel):
-    """Bounds of the ratio of both models, and the pull to the start."""
+    """Bounds of the probability ratio, and the weight of the KL divergence."""
 
     clip_low: float = Field(
-        gt=0, le=1, description="a ratio below 1 less this has no gradient where it would fall"
+        gt=0, le=1, description="a ratio below 1 less this has no gradient that lowers it"
     )
     clip_high: float = Field(
-        gt=0, description="a ratio above 1 plus this has no gradient where it would rise"
+        gt=0, description="a ratio above 1 plus this has no gradient that raises it"
     )
     kl_weight: Weight = Field(
         description="weight of the KL divergence from the model that the run started from; 0: it "
@@ -35,7 +35,7 @@ class PolicyGradientConfig(StrictModel):
 
 
 class PolicyGradientModule(Objective):
-    """Mean over all kept answer tokens of the step, of every process."""
+    """A mean over all kept answer tokens of the step, in all processes."""
 
     name: Literal["policy_gradient"] = Field(
         description="policy gradient by the rewards of answers; only in stage2_group_relative"
@@ -84,7 +84,7 @@ class PolicyGradientModule(Objective):
         return sums
 
     def _surrogate(self, nll: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
-        """`min(r A, clip(r) A)` and `r A` of each token, (R,).
+        """Return `min(r A, clip(r) A)` and `r A` of each token, (R,).
 
         Schulman et al., "Proximal Policy Optimization" (arXiv 1707.06347), with the advantages of
         a group of answers (Shao et al., "DeepSeekMath", arXiv 2402.03300). Two bounds and the mean
@@ -97,12 +97,12 @@ class PolicyGradientModule(Objective):
 
 
 def ratio_of(nll: Tensor, logprobs: Tensor) -> Tensor:
-    """`p / q` of tokens with `-log p` and `log q`, (R,) -> (R,), at most e^20."""
+    """Return `p / q` of tokens with `-log p` and `log q`, (R,) -> (R,), at most e^20."""
     return (-nll - logprobs).clamp(max=LOG_RATIO_LIMIT).exp()
 
 
 def start_divergence(nll: Tensor, start_nll: Tensor) -> Tensor:
-    """`exp(d) - d - 1`, d = log p_start - log p, (R,) -> (R,), >= 0 but for rounding.
+    """Return `exp(d) - d - 1`, d = log p_start - log p, (R,) -> (R,), >= 0 except for rounding.
 
     The estimator k3 of KL(p || p_start) for tokens that p has sampled (Schulman, "Approximating KL
     Divergence", 2020). d counts as at most `LOG_RATIO_LIMIT`.

@@ -20,7 +20,7 @@ _STRUCTURE = "cross-entropy of structure and closure"
 
 
 class TokenCEConfig(StrictModel):
-    """What the tokens of a target weigh in `token_ce`, by their role (LOSS-01)."""
+    """Weights of a target's tokens in `token_ce`, by their role (LOSS-01)."""
 
     desc_ce_weight: Weight = Field(description="channel A: weight of description tokens")
     rollout_fn_desc_weight: Weight = Field(
@@ -41,7 +41,7 @@ class TokenCEConfig(StrictModel):
 
 
 class TokenCEModule(Objective):
-    """`sum(w * CE) / sum(w)`, reported as its structure and its description part."""
+    """`sum(w * CE) / sum(w)`, logged as its structure and its description part."""
 
     name: Literal["token_ce"] = Field(description="cross-entropy of text tokens")
     config: TokenCEConfig = Field(description="all its keys")
@@ -61,7 +61,7 @@ class TokenCEModule(Objective):
         return self.learns_from_last
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
-        """By role (LOSS-01). In channel A all objects are ground truth, and so appended ones."""
+        """Return weights by role (LOSS-01). In channel A all objects have the appended roles."""
         import torch
 
         config = self.config

@@ -1,18 +1,15 @@
-"""The trainer variants: what `custom.trainer_variant` names. Imports no torch.
-
-A training recipe is one line of `VARIANTS` and the class that the line names.
-"""
+"""The values of `custom.trainer_variant`. Imports no torch."""
 
 from typing import Literal, NamedTuple
 
 
 class Variant(NamedTuple):
-    """recipe: its class, imported when a run starts.
+    """recipe: class of its training recipe, imported when a run starts.
 
     meaning: a line for the reference. objective_in: the section that declares the objective;
     `stage2_ab` also has the schedule of the channels, and without it channel B runs alone.
-    polygons: trained and predicted beside boxes (RES-02).
-    grouped: channel B has several answers to each sample, which are compared (GROUP-01).
+    polygons: whether they are trained and predicted beside boxes (RES-02).
+    grouped: whether several answers to a sample are compared in channel B (GROUP-01).
     """
 
     recipe: str

@@ -155,7 +155,7 @@ def _pretrain(demo: Demo, model: Path) -> None:
     samples = read_samples(demo.data.train_jsonl, allow_poly=False)
 
     def show(step: int, losses: Losses) -> None:
-        tell(demo.console, losses.told(step, PRETRAINING_STEPS))
+        tell(demo.console, losses.line(step, PRETRAINING_STEPS))
 
     pretrain_vision(model, samples, demo.model, PRETRAINING_STEPS, demo.seed, show)
 

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all; errors of full or read-only disks."""
+"""Files and directories that appear complete or not at all; errors of full or read-only disks."""
 
 import errno
 import os
@@ -13,25 +13,25 @@ from safetensors import SafetensorError
 
 from shared_contracts.errors import ContractError, RunError
 
-# Errors that only writing has, and what to do about the disk.
+# Errors of full and read-only disks, and what to do.
 _NO_WRITING = {
     errno.ENOSPC: "Make room on that disk",
     errno.EDQUOT: "Make room within your quota",
     errno.EROFS: "Mount that disk for writing",
 }
-# What torch.save raises when a write failed; it does not say why.
+# In the error that torch.save raises after a failed write. The error has no cause: the disk counts
+# as full if it has less than `_FULL_BYTES` free.
 _TORCH_WRITER = "inline_container"
-_NEXT_TO_NOTHING = 2**20
+_FULL_BYTES = 2**20
 
 
 @contextmanager
 def publish_directory(out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`; rename it to `out` when the block succeeds.
 
-    When the block raises, nothing is left behind.
+    If the block raises, the directory is removed.
 
-    Raises:
-        ContractError: `out` is a file or a directory with something in it.
+    Raises ContractError if `out` is a file or a directory that is not empty.
     """
     require_free(out)
     part = out.with_name(out.name + ".part")
@@ -46,9 +46,9 @@ def publish_directory(out: Path) -> Iterator[Path]:
 
 
 def open_by_umask(folder: Path) -> None:
-    """Give every file below `folder` the mode that a new file there gets.
+    """Give every file below `folder` the mode of a new file there.
 
-    Libraries write some files, among them safetensors, for their owner alone.
+    Some libraries write files with mode 600, such as safetensors.
     """
     part = folder / ".mode"
     part.touch()
@@ -62,7 +62,7 @@ def open_by_umask(folder: Path) -> None:
 def require_free(out: Path) -> None:
     """Raise ContractError unless `out` is an empty directory, or absent and can be made."""
     if not out.name:
-        raise ContractError(str(out), "it has no name of its own", "Name a new directory.")
+        raise ContractError(str(out), "it has no name", "Name a new directory.")
     _require_parent(str(out), out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ContractError(
@@ -88,7 +88,7 @@ def require_file(option: str, path: Path) -> None:
 
 
 def require_folder(where: str, folder: Path) -> None:
-    """Raise ContractError unless `folder` is one that takes new files, or can be made."""
+    """Raise ContractError unless `folder` can be made, or new files can be made in it."""
     _require_writable(where, folder, folder.absolute(), "Name a folder that can be written to.")
 
 
@@ -98,7 +98,7 @@ def _require_parent(where: str, path: Path) -> None:
 
 
 def _require_writable(where: str, path: Path, folder: Path, do: str) -> None:
-    """`path` can be made in `folder`; in the nearest folder above it where there is none."""
+    """Raise ContractError unless a file can be made in `folder`, or in its nearest parent."""
     can = "cannot be made"
     try:
         if path.exists() and folder == path.absolute():
@@ -125,7 +125,7 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, or nothing; raises RunError when the disk is full."""
+    """Append the whole line or nothing; raises RunError if the disk is full."""
     with writing(path), path.open("ab", buffering=0) as file:
         before = file.tell()
         data = f"{line}\n".encode()
@@ -154,9 +154,9 @@ def removed_unless_whole(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name what the block could not write because the disk is full or read-only.
+    """Raise RunError if Python, safetensors or torch fail in the block on a full or read-only disk.
 
-    Raises RunError in place of what such a disk makes Python, safetensors and torch raise.
+    path: named in the error.
     """
     try:
         yield
@@ -165,14 +165,14 @@ def writing(path: Path) -> Iterator[None]:
             raise
         raise RunError(
             f"cannot write {path}: {os.strerror(code)}. {_NO_WRITING[code]}, or set "
-            "training.output_dir to a folder on another one, and start again"
+            "training.output_dir to a folder on another disk, and start again"
         ) from error
 
 
 def expect_full_disks_in_threads() -> None:
-    """Print no traceback when a thread of this process finds the disk full.
+    """Print no traceback if a thread fails on a full or read-only disk.
 
-    TensorBoard's raises the same error once more in the thread that logs.
+    TensorBoard's writer thread fails first; the logging thread then raises the same error.
     """
     former = threading.excepthook
 
@@ -185,10 +185,10 @@ def expect_full_disks_in_threads() -> None:
 
 
 def _no_writing(error: Exception, path: Path) -> int | None:
-    """The key of `_NO_WRITING` that an error is about; None where it is about something else."""
+    """Return the key of `_NO_WRITING` for an error; None for other errors."""
     if isinstance(error, OSError):
         return error.errno if error.errno in _NO_WRITING else None
     if isinstance(error, SafetensorError):
         return next((code for code in _NO_WRITING if os.strerror(code) in str(error)), None)
-    full = _TORCH_WRITER in str(error) and shutil.disk_usage(path.parent).free < _NEXT_TO_NOTHING
+    full = _TORCH_WRITER in str(error) and shutil.disk_usage(path.parent).free < _FULL_BYTES
     return errno.ENOSPC if full else None

@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there (RUN-01).
+"""Checkpoints that appear complete or not at all (RUN-01).
 
-    <output_dir>/checkpoint-12/               whole, with a manifest of its files
-    <output_dir>/.unfinished/checkpoint-16/   being written, or being removed
+    <output_dir>/checkpoint-12/               complete, with a manifest of its files
+    <output_dir>/.unfinished/checkpoint-16/   being written or removed
 
-    save()            every process writes into `.unfinished`, process 0 renames when all have
+    save()            every process writes into `.unfinished`; then process 0 renames the folder
     newest_whole()    the checkpoint that a run resumes from
 
-Everything in `.unfinished` is ignored: a killed run leaves it, and the next start clears it.
-Within the run folder a rename is one step, on whatever disk that is. Imports no torch.
+Everything in `.unfinished` is ignored, and the next start removes it. A rename within the run
+folder is atomic. Imports no torch.
 """
 
 import os
@@ -33,9 +33,9 @@ _BROKEN = ".broken"
 
 
 class RunFacts(NamedTuple):
-    """What process 0 knows of a run when a checkpoint is made of it.
+    """State of the run that process 0 adds to a checkpoint.
 
-    weights_version: of the newest push; those of a resumed run count on from it.
+    weights_version: of the newest push; a resumed run continues from it.
     data_sha256: of the file of training samples.
     logs: bytes of each log of the run folder, by name.
     """
@@ -46,12 +46,12 @@ class RunFacts(NamedTuple):
 
 
 class Manifest(StrictModel):
-    """What a checkpoint holds beside what Trainer saves.
+    """A checkpoint's state beside the Trainer's.
 
-    step: optimizer steps that were made, which is the position in the data as well.
-    processes: that made them.
-    states: what each process added, by rank; empty where no process keeps a state between steps.
-    files: bytes of each file of the checkpoint, by its path in it; all but the manifest.
+    step: completed optimizer steps, which are also the position in the data.
+    processes: their number in the run.
+    states: of each process, by rank; empty dicts if none has a state between steps.
+    files: bytes of each file by its relative path, without the manifest.
     The rest as in `RunFacts`.
     """
 
@@ -67,23 +67,21 @@ class Manifest(StrictModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole one."""
-
     path: Path
     manifest: Manifest
 
 
 class BrokenCheckpoint(Exception):
-    """A folder with the name of a checkpoint that is not whole; says what is wrong with it."""
+    """The message says why the checkpoint in a folder is not complete."""
 
 
 class Checkpoints:
     """The checkpoints of a run, written by all of its processes.
 
-    folder: of the run. keep: how many stay there; None: all.
+    folder: of the run. keep: number of checkpoints that stay; None: all.
     facts: of the run; None in all processes but the first.
-    state: what each process adds, in values of JSON; they are in the manifest.
-    collective: processes wait for each other while they write.
+    state: returns the JSON state of this process for the manifest.
+    collective: whether processes wait for each other while they write.
     """
 
     def __init__(
@@ -105,54 +103,40 @@ class Checkpoints:
         self._collective = collective
 
     def save(self, step: int, write: Callable[[], None]) -> None:
-        """Make `checkpoint-<step>` of what `write` leaves in a folder of that name.
+        """Publish `checkpoint-<step>`.
 
         write: writes this process's part into `<unfinished>/checkpoint-<step>`.
 
-        Raises:
-            RunError: the disk is full; in every process, as is any other error. No part of
-                the checkpoint is left then, and those before it stay.
+        Raises RunError in every process if the disk is full. After this or another error no part
+        of the checkpoint is left, and earlier checkpoints stay.
         """
         final = self._folder / f"checkpoint-{step}"
-
-        def written() -> dict[str, Any]:
-            with writing(final):
-                write()
-            return self._state()
-
-        def published() -> None:
-            with writing(final):
-                self._publish(final, step, states)
-
-        broadcast_from_rank0(self._peers, lambda: clear_unfinished(self._folder))
-        states = self._written_by_all(written)
-        with self._cleared_on_error():
-            broadcast_from_rank0(self._peers, published)
-
-    def _written_by_all(self, written: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each process wrote; no process removes what another one still writes.
-
-        If processes wait for each other while they write, a failure ends all of them at once.
-        """
         failures: list[Exception] = []
 
-        def attempted() -> dict[str, Any]:
+        def write_part() -> dict[str, Any]:
             try:
-                return written()
+                with writing(final):
+                    write()
+                return self._state()
             except Exception as error:
-                if self._collective:
+                if self._collective:  # the others wait for this process within `write`
                     raise
                 failures.append(error)
                 return {}
 
-        def all_well() -> None:
+        def raise_failure() -> None:
             for failure in failures:
                 raise failure
 
+        def publish() -> None:
+            with writing(final):
+                self._publish(final, step, states)
+
+        broadcast_from_rank0(self._peers, lambda: clear_unfinished(self._folder))
         with self._cleared_on_error():
-            states = self._peers.all_gather(attempted)
-            self._peers.all_gather(all_well)
-        return states
+            states = self._peers.all_gather(write_part)
+            self._peers.all_gather(raise_failure)  # after all have written: nothing is half removed
+            broadcast_from_rank0(self._peers, publish)
 
     def _cleared_on_error(self) -> AbstractContextManager[None]:
         return removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext()
@@ -177,20 +161,20 @@ class Checkpoints:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, newest first; whether whole or not."""
+    """Return the folders with the name of a checkpoint, newest first, also incomplete ones."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     named = [path for path in paths if step_of(path) is not None]
     return sorted(named, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint; None for another name."""
+    """Return the step in the name of a checkpoint; None for another name."""
     named = _NAME.fullmatch(checkpoint.name)
     return int(named[1]) if named else None
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:
-    """The newest whole checkpoint of a run folder, and what is wrong with those after it."""
+    """Return the newest complete checkpoint of a run folder, and the errors of newer ones."""
     broken: list[BrokenCheckpoint] = []
     for path in checkpoints_in(folder):
         try:
@@ -201,7 +185,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder, by its manifest; raises BrokenCheckpoint."""
+    """Check a folder against its manifest; raises BrokenCheckpoint."""
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
@@ -218,7 +202,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def set_broken_aside(folder: Path, start: Checkpoint) -> None:
-    """Give the checkpoints after `start` names that are no checkpoint's."""
+    """Rename the checkpoints that are newer than `start`, so that nothing reads them."""
     for path in checkpoints_in(folder):
         if path == start.path:
             return
@@ -246,7 +230,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _to_disk(folder: Path, *, below: bool = True) -> None:
-    """Have the disk hold what was written, before anything older is removed."""
+    """Flush a folder to disk; with `below`, also everything in it."""
     for path in [folder, *(folder.rglob("*") if below else ())]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Lines for people and their scripts, and how numbers are written in them."""
+"""Lines on the terminal, and formats of their numbers."""
 
 import math
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ _REFRESH_S = 0.5
 
 
 def tell(console: Console, line: str | Text) -> None:
-    """Print a line as it is: never broken, no part of a path taken for markup or an emoji."""
+    """Print a line without line breaks, markup or emoji codes."""
     console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 
 @contextmanager
 def showing_waits(console: Console) -> Iterator[None]:
-    """Show what is waited for: in a line that changes on a terminal, in lines elsewhere."""
+    """Report waits: in a status line on a terminal, else in lines."""
     if not console.is_terminal:
         with reporting_waits(partial(tell, console)):
             yield
@@ -38,7 +38,7 @@ _DIGITS = 4
 
 
 def duration(seconds: float | None) -> str:
-    """`48s`, `3m07s`, `2h10m`, `5d03h`."""
+    """Format seconds: `48s`, `3m07s`, `2h10m`, `5d03h`; `?` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
@@ -52,22 +52,22 @@ def duration(seconds: float | None) -> str:
 
 
 def score(value: float | None) -> str:
-    """Of precision, F1 and the like; `-` where there is none."""
+    """Format a value in [0, 1] with three decimals; `-` for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def fraction(part: float, whole: float, places: int = 1) -> str:
-    """A part of a whole in percent; `-` of nothing."""
+    """Format `part / whole` in percent; `-` if `whole` is 0."""
     return f"{part / whole:.{places}%}" if whole else "-"
 
 
 def counted(number: int, thing: str) -> str:
-    """`1 step`, `1,200 steps`."""
+    """Format a count: `1 step`, `1,200 steps`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def number(value: float | None) -> str:
-    """Four digits, and the thousands parted."""
+    """Format a number with four digits and thousands separators."""
     if value is None:
         return "not a number"
     if value == int(value) and abs(value) < 1e15:
@@ -82,7 +82,7 @@ PHASES = ("rollout", "target", "pack", "learn", "push")
 
 
 def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
-    """logs: what was logged of the step."""
+    """Return the terminal line of a step. logs: its metrics by key."""
     seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in PHASES if f"time/{p}_s" in logs)
     rate = logs.get("rollout/per_second")
     tail = f", {rate:.1f} rollouts/s" if rate else ""

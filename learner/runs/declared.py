@@ -1,14 +1,14 @@
 """Every metric the learner may log (MET-01, MET-02); `docs/metrics.md` is written from it.
 
-A key that is not here cannot be logged. How processes combine a metric follows from its kind:
+A key that is not here cannot be logged. The kind of a metric says how processes combine it:
 
     counter, loss           sum
     seconds, flag, peak     max
     rate                    sum of the numerators / sum of the denominators
-    whole                   the same in every process: process 0 has it of all answers together
+    whole                   computed by process 0 from the answers of all processes
 
-Losses are additive: each pack counts by its share of the step's samples (LOSS-05). No overlap of
-boxes or masks is among the metrics of training; they are for matching alone.
+Losses are additive: the weight of a pack is its share of the step's samples (LOSS-05). Metrics of
+training have no overlaps of boxes or masks, which only matching uses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,8 +40,8 @@ _B: tuple[Channel, ...] = ("B",)
 class Metric:
     """One key of the log.
 
-    channels: whose steps log it; none: not a number of a step.
-    when: what else it takes to be logged; empty: nothing.
+    channels: steps of these channels log it; empty: it is no metric of a step.
+    when: a further condition for logging it; empty: none.
     """
 
     key: str
@@ -57,9 +57,9 @@ class Metric:
 
 
 def _read(table: str, prefix: str = "") -> tuple[Metric, ...]:
-    """Metrics of `key | kind | channels | unit | meaning | when`; an indented line goes on.
+    """Read rows `key | kind | channels | unit | meaning | when`; indented lines continue a row.
 
-    prefix: of every key.
+    prefix: put before every key.
     """
     metrics = []
     for row in table.strip().replace("\n    ", " ").splitlines():
@@ -119,17 +119,17 @@ stage2_ab/async/b_step_skipped_due_to_queue | flag | A | 0 or 1 | channel A runs
     because a process has no batch ready | asynchronous rollouts, and only if so
 stage2_ab/async/ready_packs | counter | A B | packs | packs that were ready when the step began,
     of all processes | asynchronous rollouts
-stage2_ab/async/version_lag | peak | B | versions | from the oldest weights that answered to the
-    newest; the largest of all processes | asynchronous rollouts
+stage2_ab/async/version_lag | peak | B | versions | newest version - oldest version that answered;
+    the largest of all processes | asynchronous rollouts
 stage2_ab/async/dropped_oldest | counter | A B | packs | packs dropped because the queue was full;
     their samples are requested again | asynchronous rollouts
 stage2_ab/async/dropped_stale | counter | A B | packs | packs dropped because they were too old
     for `version_window`; their samples are requested again | asynchronous rollouts
-stage2_ab/async/prefetch_idle_s | seconds | A B | s | time in which the prefetcher requested
-    nothing, because enough packs were ready; the longest of all processes | asynchronous rollouts
+stage2_ab/async/prefetch_idle_s | seconds | A B | s | time without requests, because enough packs
+    were ready; the longest of all processes | asynchronous rollouts
 """)
 
-# Why the parser drops an object.
+# Reasons for which the parser drops an object.
 DROPS: Mapping[str, str] = {
     "key_invalid": "not closed, no JSON, keys that repeat or nest, or no `object_n`",
     "missing_desc": "no description",
@@ -174,10 +174,10 @@ closure_supervision/N_drop | counter | B | samples | samples left out: their tar
 """,
     "stage2_ab/channel_b/",
 ) + _read("""
-dup/removed | counter | B | objects | predicted again, and removed | with `prefix: clean`
-dup/answers | counter | B | answers | that had such objects | with `prefix: clean`
-dup/departures | counter | B | tokens | with which they depart from the target; `duplicate_ul`'s |
-    with `prefix: clean`
+dup/removed | counter | B | objects | duplicates that were removed | with `prefix: clean`
+dup/answers | counter | B | answers | answers with removed duplicates | with `prefix: clean`
+dup/departures | counter | B | tokens | tokens with which duplicates depart from the target, for
+    `duplicate_ul` | with `prefix: clean`
 """)
 
 
@@ -201,7 +201,7 @@ invalid | rate | B | 1 | mean share of the entries that are dropped as invalid |
 
 
 def _of_tokens() -> Iterator[Metric]:
-    """Of every objective that learns from the answer's own tokens."""
+    """Yield the `token_metrics` of every objective."""
     for objective in OBJECTIVES:
         (declared,) = get_args(objective.model_fields["name"].annotation) or ("",)
         for name, (unit, meaning) in objective.token_metrics.items():
@@ -211,11 +211,11 @@ def _of_tokens() -> Iterator[Metric]:
 
 
 def _mismatches() -> Iterator[Metric]:
-    asked = "with `rollout_matching.logprobs`"
+    enabled = "with `rollout_matching.logprobs`"
     tokens = "of answers whose log-probability by the engine is compared with the trainer's"
-    yield Metric("mismatch/tokens", "counter", "tokens", tokens, _B, asked)
+    yield Metric("mismatch/tokens", "counter", "tokens", tokens, _B, enabled)
     for kind, meaning in TOKEN_KINDS.items():
-        when = f"{asked}, and there are any"
+        when = f"{enabled}, and there are any"
         mean = f"mean absolute difference of {meaning}"
         yield Metric(f"mismatch/{kind}_mean", "rate", "nats", mean, _B, when)
         p99 = "99th percentile of these differences; the largest of all processes"
@@ -228,10 +228,10 @@ _ITERATED = "`n_softctx_iter` above 1"
 
 
 def _losses() -> Iterator[Metric]:
-    """Of every objective in the registry, in the order of the prefixes."""
+    """Yield the loss metrics of every objective, in the order of the prefixes."""
     for (channel, family), prefix in LOSS_PREFIX.items():
         which = "" if channel == "B" else f", {'first' if family == 'text' else 'last'} forward"
-        also = {"context_text": f" and {_ITERATED}", "departure": ", where duplicates depart"}
+        also = {"context_text": f" and {_ITERATED}", "departure": ", if duplicates depart"}
         when = f"with a weight above 0{also.get(family, '')}"
         for objective in OBJECTIVES:
             for name, meaning in objective.metrics.get(family, {}).items():
@@ -264,7 +264,7 @@ _SERVED = "from servers: channel B, or asynchronous rollouts"
 _PUSHED = "after a push to servers"
 
 SERVERS = _read(f"""
-rollout/servers_healthy | peak | A B | servers | servers that can be asked | {_SERVED}
+rollout/servers_healthy | peak | A B | servers | servers that can answer | {_SERVED}
 rollout/servers_lost | counter | A B | times | a process lost a server | {_SERVED}
 rollout/retries | counter | A B | calls | calls that were repeated | {_SERVED}
 rollout/splits | counter | A B | parts | parts of a lost server's requests | {_SERVED}
@@ -292,7 +292,7 @@ EVALUATION = _read(
 precision | rate | - | 1 | hits / predicted objects
 recall | rate | - | 1 | hits / ground truths
 f1 | rate | - | 1 | 2 hits / (predicted objects + ground truths)
-f1_95 | rate | - | 1 | the same where a hit needs an IoU of 0.95
+f1_95 | rate | - | 1 | the same with hits of an IoU of at least 0.95
 f1_miou | rate | - | 1 | mean of the F1 at IoU 0.50, 0.55, ... 0.95
 box_f1 | rate | - | 1 | F1, descriptions ignored
 duplicates | rate | - | objects/answer | predicted with the description of an earlier one and an
@@ -317,7 +317,7 @@ segm_ap75 | whole | - | 1 | `eval/ap75` of masks in place of boxes | {_MASKS}
     "eval/",
 )
 
-# By title, in the order of a payload.
+# Groups of metrics by title, in the order of a payload.
 GROUPS = {
     "The step": STEP,
     "Rollouts": ROLLOUT,
@@ -330,10 +330,10 @@ GROUPS = {
     "Servers and pushes": SERVERS,
     "Evaluation": EVALUATION,
 }
-# Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
+
 METRICS = tuple(metric for group in GROUPS.values() for metric in group)
 
-# Logged by transformers' Trainer itself, next to ours.
+# Metrics that transformers' Trainer logs.
 TRAINER = {
     "loss": "the step's loss",
     "grad_norm": "norm of the gradient before it is clipped",

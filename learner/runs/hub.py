@@ -1,15 +1,16 @@
-"""The Hugging Face Hub, through huggingface_hub: may this person push, and a push of a folder.
+"""The Hugging Face Hub, by huggingface_hub.
 
-    require_hub_access()   before a run: the token is valid and may write to the repository
-    push_folder()          a folder as one commit of a model repository
+    require_hub_access()   check before a run that the token may write to the repository
+    push_folder()          push a folder as one commit of a model repository
 
-The token is that of `HF_TOKEN`, or of `hf auth login`; no file of a run holds it. Imports
-huggingface_hub within functions: most runs push nothing.
+The token is that of `HF_TOKEN` or `hf auth login`; no file of a run has it. Functions import
+huggingface_hub, because most runs push nothing.
 """
 
 from pathlib import Path
 from typing import Any
 
+from learner.config.training import repository_fault
 from shared_contracts.errors import ContractError, RunError
 
 _LOGIN = (
@@ -21,52 +22,49 @@ _LOGIN = (
 def require_hub_access(where: str, repository: str) -> None:
     """Raise ContractError, about `where`, unless the token may write to `repository`.
 
-    The Hub says who the token is of; nothing is created there. A token with rights for single
-    repositories is let through: the Hub does not say which.
+    The check reads the owner of the token and creates nothing. A token for single repositories
+    passes, because the Hub does not list them.
     """
     import httpx
     from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ContractError(where, str(error), "Write it like my-name/my-detector") from error
+    if (fault := repository_fault(repository)) is not None:
+        raise ContractError(where, fault, "Write it like my-name/my-detector")
     if get_token() is None:
         raise ContractError(where, f"{repository}, and there is no token of the Hub", _LOGIN)
     try:
-        who = _api().whoami()
+        owner_info = _api().whoami()
     except OfflineModeIsEnabled as error:
         found = f"{repository}, and HF_HUB_OFFLINE is set"
         raise ContractError(where, found, "Unset it, or push nothing") from error
     except (httpx.HTTPError, OSError) as error:
-        found = f"{constants.ENDPOINT} does not say whose the token is ({error})"
-        do = "See that this machine reaches it, or push nothing"
+        found = f"{constants.ENDPOINT} cannot check the token ({error})"
+        do = "Check that this machine reaches it, or push nothing"
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
             found, do = f"{repository}, and {constants.ENDPOINT} refuses the token", _LOGIN
         raise ContractError(where, found, do) from error
-    role = who.get("auth", {}).get("accessToken", {}).get("role")
+    user = owner_info["name"]
+    role = owner_info.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        found = f"{repository}, and the token of {who['name']} may only read"
-        raise ContractError(where, found, _LOGIN)
-    owners = [who["name"], *(each["name"] for each in who.get("orgs", []))]
+        raise ContractError(where, f"{repository}, and the token of {user} may only read", _LOGIN)
+    owners = [user, *(each["name"] for each in owner_info.get("orgs", []))]
     owner, slash, _ = repository.partition("/")
     if slash and role == "write" and owner not in owners:
         raise ContractError(
             where,
-            f"{repository}, and the token of {who['name']} may write to repositories of "
+            f"{repository}, and the token of {user} may write to repositories of "
             f"{', '.join(owners)}",
             "Name a repository of one of them, or use another token",
         )
 
 
 def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:
-    """Commit the files of `folder` to a model repository; returns the address of the commit.
+    """Commit the files of `folder` to a model repository; returns the URL of the commit.
 
-    private: of a repository that is created. Files of the repository that `folder` lacks stay.
+    Other files of the repository stay. private: whether a new repository is private.
 
-    Raises RunError where the Hub does not take it; the repository has all of the commit or none.
+    Raises RunError if the Hub refuses it; the repository has all of the commit or none.
     """
     import httpx
 
@@ -76,8 +74,8 @@ def push_folder(folder: Path, repository: str, *, private: bool, message: str) -
             repo_id=created.repo_id, folder_path=folder, commit_message=message
         )
     except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
-        said = str(error).rstrip(".")
-        raise RunError(f"{repository} on the Hub did not take the model: {said}") from error
+        cause = str(error).rstrip(".")
+        raise RunError(f"the push to {repository} on the Hub failed: {cause}") from error
     return str(commit.commit_url)
 
 

@@ -1,13 +1,13 @@
-"""The numbers of a step, and how processes combine them (MET-01, MET-02).
+"""The metrics of a step, and how processes combine them (MET-01, MET-02).
 
-    Payload          the parts of a step's numbers, kept apart until they are final
-    rollout_payload  what became of the answers of a step
-    mismatch_payload how far engine and trainer are apart on their tokens
-    over_processes   the parts of all processes: two all-reduces, nothing is gathered
-    StepReport       what one optimizer step did
+    Payload           sums, denominators and maxima of a step's metrics in one process
+    rollout_payload   metrics of the answers of a step
+    mismatch_payload  differences of engine and trainer on the answers' tokens
+    over_processes    the payload of all processes, by two all-reduces
+    StepReport        the metrics of an optimizer step
 
-`learner.runs.declared` has every key. Nothing is carried over from one logged step to the next:
-each has a payload of its own. Only `over_processes` imports torch.
+`learner.runs.declared` has every key. Every step has a payload of its own. Only `over_processes`
+imports torch.
 """
 
 import time
@@ -34,41 +34,40 @@ _PLACES = {metric.key: place for place, metric in enumerate(METRICS)}
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """What one process knows of a step, as two vectors in the order of the declaration.
+    """The metrics of a step in one process, as arrays in the order of `METRICS`.
 
-    A rate is a quotient of sums: it is neither averaged nor divided before all parts are there.
-    A key that was never given is in no log; one that only another process has is.
+    A rate is divided after the sums of all processes are there. A key that no process has set is
+    not logged.
 
-    sums: (2, M) what is added up, and in the second row the denominators of rates.
-    peaks: (M,) the highest value noted; 0 where a sum or a rate was given, -inf where nothing
-        was.
+    sums: (2, M); row 0: sums and numerators of rates, row 1: denominators of rates.
+    peaks: (M,) maxima; 0 for a sum or rate that was set, -inf for a key that was not.
     """
 
     sums: Array = field(default_factory=lambda: np.zeros((2, len(METRICS))))
     peaks: Array = field(default_factory=lambda: np.full(len(METRICS), -np.inf))
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Counts, and parts of losses."""
+        """Add to counters and losses."""
         for key, value in values.items():
             self._put(key, "sum", (value, 0.0), 0.0)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Seconds, flags and peaks, of which the highest counts."""
+        """Raise seconds, flags and peaks to at least these values."""
         for key, value in values.items():
             self._put(key, "max", (0.0, 0.0), value)
 
     def rate(self, values: Mapping[str, tuple[float, float]]) -> None:
-        """Numerators and denominators."""
+        """Add numerators and denominators of rates."""
         for key, parts in values.items():
             self._put(key, "rate", parts, 0.0)
 
     def merge(self, other: "Payload") -> None:
-        """Take over what another part of the step has counted."""
+        """Add the payload of another part of the step."""
         self.sums[:] += other.sums
         self.peaks[:] = np.maximum(self.peaks, other.peaks)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by key, in the order of the declaration. A rate of nothing is 0."""
+        """Return the values by key, in the order of `METRICS`; a rate over 0 is 0."""
         return {
             metric.key: self._value(place, metric.reduction)
             for place, metric in enumerate(METRICS)
@@ -116,8 +115,8 @@ class PhaseClock:
 class StepReport:
     """One optimizer step.
 
-    payload: the parts of its numbers that this process has, while the step runs.
-    metrics: canonical keys and numbers of all processes, once it is over.
+    payload: of this process, while the step runs.
+    metrics: of all processes by key, after the step.
     """
 
     step: int
@@ -130,7 +129,7 @@ _B = "stage2_ab/channel_b"
 
 
 def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
-    """The metrics of the answers of a step, every reason for a drop among them."""
+    """Return the metrics of a step's answers."""
     dropped = Counter(reason for each in answers for _, reason in each.parsed.dropped)
     matched = sum(len(each.match.pairs) for each in answers)
     missed = sum(len(each.match.false_negatives) for each in answers)
@@ -180,7 +179,7 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
 
 
 def _reward_payload(rewards: Sequence[Reward]) -> Payload:
-    """Means over answers. All groups have one size, so they are means over groups, too."""
+    """Return means over answers. All groups have one size, so they are also means over groups."""
     payload, count = Payload(), len(rewards)
     parts = ("f1", "duplicates", "oversized", "invalid")
     sums = {part: sum(getattr(reward, part) for reward in rewards) for part in parts}
@@ -192,7 +191,7 @@ def _reward_payload(rewards: Sequence[Reward]) -> Payload:
 
 
 def mismatch_payload(mismatch: Mismatch) -> Payload:
-    """The metrics of a step's kept tokens (LOGP-01)."""
+    """Return the metrics of a step's kept tokens (LOGP-01)."""
     payload = Payload()
     payload.add({"mismatch/tokens": len(mismatch.nats)})
     for kind, nats in mismatch.by_kind():
@@ -202,14 +201,13 @@ def mismatch_payload(mismatch: Mismatch) -> Payload:
 
 
 def over_processes(payload: Payload, device: "torch.device") -> Payload:
-    """The payload of all processes, the same in each of them (MET-01).
+    """Combine the payloads of all processes; the result is equal in each of them (MET-01).
 
-    Every process must call it, once a step, whatever it has counted: one sum and one maximum of
-    vectors whose length the declaration alone decides. In a run of one process it changes nothing.
+    Every process calls it once a step. With one process it returns `payload`.
 
-    device: where the process group can combine tensors; that of the model.
+    device: that of the model, on which the process group combines tensors.
     """
-    import torch  # seconds, which the stages do without
+    import torch  # takes seconds
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

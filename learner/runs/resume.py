@@ -1,12 +1,11 @@
-"""Where a run starts: at the beginning, or behind its newest whole checkpoint (RUN-01).
+"""Where a run starts: at the beginning, or after its newest complete checkpoint (RUN-01).
 
     find_start()       before anything heavy is loaded: the checkpoint, if the config still fits
-    prepare_folder()   removes leftovers, and cuts the logs back to it: each step is in them once
+    prepare_folder()   truncates the logs to the checkpoint, so that each step is in them once
 
-A run goes on only as the run it was: whatever the samples of a step, the weights or the loss
-depend on must be as in `resolved_config.yaml`. How long it runs, what it saves and shows, and
-where answers come from may change; the last also changes how answers are grouped into packs.
-The schema marks these keys (`FreeOnResume`).
+A resumed run has the config of `resolved_config.yaml`, except the keys that the schema marks
+`FreeOnResume`: its length, what it saves and logs, and the backend. These do not change the samples
+of a step or the loss. Another backend changes which answers share a pack.
 """
 
 import hashlib
@@ -42,8 +41,8 @@ class Start:
     """Where a run starts.
 
     checkpoint: None at the beginning.
-    goes_on: in a folder that may hold what an earlier attempt has left.
-    notes: messages for the person who started the run.
+    goes_on: with `resume: auto`; the folder may have files of an earlier attempt.
+    notes: messages for the terminal.
     """
 
     checkpoint: Checkpoint | None = None
@@ -56,19 +55,18 @@ class Start:
 
     @property
     def folder(self) -> str | None:
-        """Of the checkpoint."""
+        """The folder of the checkpoint."""
         return str(self.checkpoint.path) if self.checkpoint else None
 
     def state(self, rank: int, processes: int) -> dict[str, Any]:
-        """What process `rank` added to the checkpoint; empty where it added nothing."""
+        """Return the state of process `rank` in the checkpoint; empty if it has none."""
         if self.checkpoint is None or self.checkpoint.manifest.processes != processes:
             return {}
         return self.checkpoint.manifest.states[rank]
 
     def tuned(self, config: Config) -> Config:
-        """`config` with `auto` rows of coordinate tokens left alone, where the checkpoint has none.
-
-        Version 0.1.0 trained no rows, however untrained they look.
+        """Return the config; with `train_coordinate_rows` false instead of auto if the adapter
+        of the checkpoint trains no rows, as those of version 0.1.0.
         """
         file = self.checkpoint.path / "adapter_config.json" if self.checkpoint else None
         if not (isinstance(config.tuner, LoraTuner) and file is not None and file.is_file()):
@@ -88,11 +86,10 @@ BEGINNING = Start()
 
 
 def find_start(config: Config, processes: int) -> Start:
-    """Where a run of `processes` processes starts, as `training.resume` says.
+    """Return where a run of `processes` processes starts, by `training.resume`.
 
-    Raises:
-        ContractError: the folder holds another run, or one that still goes on; or the same run,
-            which cannot go on with this config.
+    Raises ContractError if the folder has another run, if a process writes in it, or if this
+    config cannot resume its run.
     """
     folder = config.training.output_dir
     require_run_folder(config)
@@ -132,7 +129,7 @@ def find_start(config: Config, processes: int) -> Start:
 
 
 def require_run_folder(config: Config) -> None:
-    """Raise ContractErrors unless this process can write the run folder, and what is in it."""
+    """Raise ContractErrors unless this process can write the run folder and its files."""
     training = config.training
     found = CheckErrors()
     found.of(lambda: require_folder("training.output_dir", training.output_dir))
@@ -143,15 +140,15 @@ def require_run_folder(config: Config) -> None:
 
 
 def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
-    """What a run that goes on appends to, renames or removes."""
+    """Yield an error for each file that a resumed run would change and cannot."""
     for path in (folder / METRICS, folder / ROLLOUTS, *checkpoints_in(folder)):
         if path.exists() and not os.access(path, os.W_OK):
-            do = "Give it to the user who trains, or name another folder"
+            do = "Give this user the right to write it, or name another folder"
             yield ContractError("training.output_dir", f"{path} is not writable", do)
 
 
 def prepare_folder(folder: Path, start: Start) -> None:
-    """Bring the run folder to what it was when the run was at `start`."""
+    """Bring the run folder back to its state at `start`."""
     clear_unfinished(folder)
     if start.checkpoint is not None:
         set_broken_aside(folder, start.checkpoint)
@@ -159,13 +156,13 @@ def prepare_folder(folder: Path, start: Start) -> None:
 
 
 def data_digest(path: Path) -> str:
-    """SHA-256 of a file of samples, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_no_writer(folder: Path) -> None:
-    """No other process writes the folder, as far as can be seen from here."""
+    """Raise ContractError if another process of this machine writes the folder."""
     try:
         identity = json.loads((folder / RUN).read_text(encoding="utf-8"))["process"]
         pid, since, alive = identity["pid"], identity["started"], is_alive(identity)
@@ -173,7 +170,7 @@ def _require_no_writer(folder: Path) -> None:
         return
     file = folder / METRICS
     lines = file.read_bytes().splitlines() if file.is_file() else []
-    ended = bool(lines) and b'"train_runtime"' in lines[-1]  # the line of the whole training
+    ended = bool(lines) and b'"train_runtime"' in lines[-1]  # the last line of a run
     if alive and pid != os.getpid() and not ended:
         raise ContractError(
             "training.output_dir",
@@ -183,13 +180,13 @@ def _require_no_writer(folder: Path) -> None:
 
 
 def _require_states(checkpoint: Checkpoint, processes: int) -> None:
-    """What each process added to a checkpoint is for as many processes."""
+    """Raise ContractError if the checkpoint has states of another number of processes."""
     made = checkpoint.manifest.processes
     if made != processes and any(checkpoint.manifest.states):
         raise ContractError(
             "training.resume",
-            f"auto, and {checkpoint.path} is of {made} processes with a state of each, and there "
-            f"are {processes} now",
+            f"auto, and {checkpoint.path} has the states of {made} processes, and there are "
+            f"{processes} now",
             f"Launch {made} processes, or start a new run in another folder",
         )
 
@@ -227,9 +224,9 @@ def _read_resolved(resolved: Path) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys that differ and are not `FreeOnResume`, with the old and the new value.
+    """Yield dotted keys that differ and are not `FreeOnResume`, with the old and the new value.
 
-    before: what `dump_resolved` wrote; keys that it does not have are left out.
+    before: the mapping that `dump_resolved` wrote; keys that it lacks are skipped.
     """
     then = dict(_leaves(before))
     now = config.model_dump(mode="json", exclude=free_keys(config))
@@ -239,7 +236,7 @@ def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, 
 
 
 def free_keys(section: BaseModel) -> dict[str, Any]:
-    """The `FreeOnResume` keys of a section and of those below, as `model_dump` excludes them."""
+    """Return the `FreeOnResume` keys of a section and its subsections, to exclude them."""
     free: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -251,7 +248,7 @@ def free_keys(section: BaseModel) -> dict[str, Any]:
 
 
 def _leaves(mapping: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values; a list is one value."""
+    """Yield dotted paths and values; a list is one value."""
     for key, value in mapping.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{at}{key}.")
@@ -264,13 +261,12 @@ _EVALUATION = re.compile(r"step_(\d+)(\.part)?")
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each log of a run folder, by name."""
+    """Return the bytes of each log of a run folder, by name."""
     return {path.name: path.stat().st_size for path in _logs(folder)}
 
 
 def truncate_logs(folder: Path, sizes: dict[str, int], step: int) -> None:
-    """Truncate each log to its size, remove those without one, and remove the rollouts and
-    evaluations of steps after `step`.
+    """Truncate each log to its size, and remove logs, rollouts and evaluations of later steps.
 
     sizes: `log_sizes` after step `step`. Idempotent.
     """

@@ -1,8 +1,7 @@
-"""The answers of channel B and what became of each: `rollouts/step_000012.jsonl` (MET-03).
+"""The log of channel B's answers: `rollouts/step_000012.jsonl` (MET-03).
 
-One line per sample, which says all there is to say of it without the data file. Other processes
-than the first write `step_000012.rank1.jsonl`. Steps are counted from 1, as in `metrics.jsonl`.
-Imports no torch.
+One line per sample; readers do not need the data file. Process 1 writes
+`step_000012.rank1.jsonl`. Steps count from 1, as in `metrics.jsonl`. Imports no torch.
 """
 
 import re
@@ -36,17 +35,17 @@ _NAME = re.compile(r"step_(\d{6,})(?:\.rank([1-9]\d*))?\.jsonl")
 
 
 def logged_in(name: str) -> tuple[int, int] | None:
-    """Step and rank of the log with this name; None for the name of anything else."""
+    """Return step and rank of a log's name; None for another name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-# So many equal ids in a row, as the placeholders of an image are, are written as [id, count].
+# Shortest run of equal ids, such as image placeholders, that is written as [id, count].
 _RUN = 4
 
 
 def folded(ids: Iterable[int]) -> list[int | list[int]]:
-    """Ids with `[id, count]` in place of a run of equal ones; `unfolded` is its inverse."""
+    """Replace runs of equal ids by `[id, count]`; `unfolded` is the inverse."""
     short: list[int | list[int]] = []
     for value, run in groupby(ids):
         count = sum(1 for _ in run)
@@ -55,7 +54,7 @@ def folded(ids: Iterable[int]) -> list[int | list[int]]:
 
 
 def unfolded(short: Iterable[int | list[int]]) -> list[int]:
-    """The ids that `folded` was given."""
+    """Return the ids of a `folded` list."""
     ids: list[int] = []
     for item in short:
         ids += [item[0]] * item[1] if isinstance(item, list) else [item]
@@ -63,6 +62,10 @@ def unfolded(short: Iterable[int | list[int]]) -> list[int]:
 
 
 FoldedIds = Annotated[list[int], BeforeValidator(unfolded), PlainSerializer(folded)]
+
+# Fields that a line has only if they are set.
+_UNLESS_NONE = Field(exclude_if=lambda value: value is None)
+_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
 
 
 class _Record(BaseModel):
@@ -85,44 +88,44 @@ class LoggedPrediction(LoggedObject):
     """confidence: of its box, in an evaluation with log-probabilities; not in a run's log."""
 
     key: str
-    confidence: Annotated[float | None, Field(exclude_if=lambda value: value is None)] = None
+    confidence: Annotated[float | None, _UNLESS_NONE] = None
 
 
 class LoggedParse(_Record):
     """dropped: (key, reason) of each object that the parser refused.
 
-    duplicates: valid ones that repeat another and were removed; `objects` has the rest.
-    fault: why the answer was not read as its format, or not to its end.
+    duplicates: removed valid objects that repeat another; `objects` has the rest.
+    fault: why the answer does not have its format, or was not read to its end.
     """
 
     truncated: bool
     invalid: bool
     objects: list[LoggedPrediction]
     dropped: list[tuple[str, str]]
-    duplicates: Annotated[list[LoggedPrediction], Field(exclude_if=lambda value: not value)] = []
-    fault: Annotated[AnswerFault | None, Field(exclude_if=lambda value: value is None)] = None
+    duplicates: Annotated[list[LoggedPrediction], _UNLESS_EMPTY] = []
+    fault: Annotated[AnswerFault | None, _UNLESS_NONE] = None
 
 
 class LoggedMatch(_Record):
-    """pairs: (predicted, ground truth), places in the two lists of objects.
+    """pairs: (predicted, ground truth) indices into the two lists of objects.
 
-    ious: of each pair, as an evaluation measured it; not in the log of a run.
-    unjudged: predictions that are neither right nor false, as an evaluation found (LVIS).
+    ious: of each pair, in an evaluation; not in the log of a run.
+    unjudged: predictions that an LVIS evaluation does not count.
     """
 
     pairs: list[tuple[int, int]]
     false_positives: list[int]
     false_negatives: list[int]
     gated: int
-    ious: Annotated[list[float] | None, Field(exclude_if=lambda value: value is None)] = None
-    unjudged: Annotated[list[int], Field(exclude_if=lambda value: not value)] = []
+    ious: Annotated[list[float] | None, _UNLESS_NONE] = None
+    unjudged: Annotated[list[int], _UNLESS_EMPTY] = []
 
 
 class LoggedTarget(_Record):
-    """`Y_train`; fields as in `Target`, but for those that make it short.
+    """`Y_train`: a `Target` in a shorter form.
 
-    kept: so many of its ids are the first ones of the response. ids: the rest of them.
-    keys: of the appended objects. roles: a digit for each id, the value of its `Role`.
+    kept: number of its first ids that are those of the response. ids: the other ids.
+    keys: of the appended objects. roles: one digit per id, the value of its `Role`.
     """
 
     prefix_len: int
@@ -131,11 +134,11 @@ class LoggedTarget(_Record):
     keys: list[str]
     roles: Annotated[str, Field(pattern="^[1-7]*$")]
     groups: list[CoordGroup]
-    departures: Annotated[list[Departure], Field(exclude_if=lambda value: not value)] = []
+    departures: Annotated[list[Departure], _UNLESS_EMPTY] = []
 
     @classmethod
     def of(cls, target: Target, response: Sequence[int]) -> "LoggedTarget":
-        """response: ids of the answer, of which the target keeps the beginning."""
+        """response: ids of the answer, whose beginning the target keeps."""
         both = zip(target.token_ids[: target.prefix_len], response, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         return cls(
@@ -149,17 +152,17 @@ class LoggedTarget(_Record):
         )
 
     def token_ids(self, response: Sequence[int]) -> list[int]:
-        """All of them."""
+        """Return all ids of the target."""
         return [*response[: self.kept], *self.ids]
 
 
 class LoggedAnswer(_Record):
-    """One answer, and what became of it.
+    """One answer with its parse, match and target.
 
-    images: absolute paths. width, height: pixels of the first. weights_version: when it was
-    begun and when it was ended. target: where it is supervised; left_out: else, why.
-    category_lists: as `Sample` has them. reward: where answers are compared.
-    logprobs: of each of `response_token_ids`, where they were requested.
+    images: absolute paths. width, height: pixels of the first image. weights_version: at the start
+    and at the end of the answer. target: None for an answer without supervision; left_out: why.
+    category_lists: as in `Sample`. reward: if answers are compared. logprobs: of each of
+    `response_token_ids`, if they were requested.
     """
 
     sample_id: str
@@ -167,7 +170,7 @@ class LoggedAnswer(_Record):
     width: int
     height: int
     ground_truth: list[LoggedObject]
-    category_lists: Annotated[dict[str, list[str]], Field(exclude_if=lambda value: not value)] = {}
+    category_lists: Annotated[dict[str, list[str]], _UNLESS_EMPTY] = {}
     seed: int | None
     weights_version: tuple[int, int]
     finish_reason: str | None
@@ -177,15 +180,15 @@ class LoggedAnswer(_Record):
     match: LoggedMatch
     target: LoggedTarget | None = None
     left_out: str | None = None
-    reward: Annotated[Reward | None, Field(exclude_if=lambda value: value is None)] = None
+    reward: Annotated[Reward | None, _UNLESS_NONE] = None
     text: str
     prompt_token_ids: FoldedIds
     response_token_ids: list[int]
-    logprobs: Annotated[list[float] | None, Field(exclude_if=lambda value: value is None)] = None
+    logprobs: Annotated[list[float] | None, _UNLESS_NONE] = None
 
     @classmethod
     def of(cls, assessed: AssessedRollout, **own: Any) -> Self:
-        """The part of an assessed rollout that replay needs. own: fields of a subclass."""
+        """Make the record of an assessed rollout. own: fields of a subclass."""
         sample, rollout, parsed, match, target, left_out, _, duplicates, reward = assessed
         return cls(
             **vars(rollout),
@@ -216,36 +219,36 @@ class LoggedAnswer(_Record):
 
     @property
     def counted(self) -> int:
-        """How many predictions are right or false."""
+        """Number of predictions that an evaluation counts."""
         return len(self.parse.objects) - len(self.match.unjudged)
 
     @property
     def hit_pairs(self) -> list[tuple[int, int]]:
         """The matched pairs with the right description: equal in Unicode NFC."""
-        said, truths = self.parse.objects, self.ground_truth
+        predicted, truths = self.parse.objects, self.ground_truth
         return [
             (p, g)
             for p, g in self.match.pairs
-            if normalized(said[p].desc) == normalized(truths[g].desc)
+            if normalized(predicted[p].desc) == normalized(truths[g].desc)
         ]
 
     @property
     def sample(self) -> Sample:
-        """What was asked, as the data file had it."""
+        """The sample of the data file."""
         objects = tuple(GroundTruthObject(o.desc, o.shape) for o in self.ground_truth)
         lists = dict(self.category_lists)
         return Sample(self.sample_id, tuple(self.images), self.width, self.height, objects, lists)
 
     @property
     def rollout(self) -> RolloutOutput:
-        """What was answered, as the backend gave it."""
+        """The answer of the backend."""
         return RolloutOutput(
             **{each.name: getattr(self, each.name) for each in fields(RolloutOutput)}
         )
 
 
 def f1_of(answer: LoggedAnswer) -> float:
-    """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
+    """Return 2 hits / (predicted objects + ground truths); 1 if there are none of either."""
     predicted = answer.counted + len(answer.parse.duplicates)
     both = predicted + len(answer.ground_truth)
     return 2 * len(answer.hit_pairs) / both if both else 1.0
@@ -254,7 +257,7 @@ def f1_of(answer: LoggedAnswer) -> float:
 class StepAnswer(LoggedAnswer):
     """A line of the log of a run.
 
-    step: from 1. rank: of the learner process that asked. chunk: as in `AssessedRollout`.
+    step: from 1. rank: of the learner process that requested it. chunk: as in `AssessedRollout`.
     segment: None for an answer that is left out.
     """
 
@@ -274,11 +277,11 @@ class RolloutLog:
     def write(
         self, step: int, assessed: Sequence[AssessedRollout], places: Sequence[Place] = ()
     ) -> None:
-        """All of a step at once; the file appears whole or not at all.
+        """Publish the file of a step.
 
-        step: its number, from 1. places: of the segments of those with a target, in order.
+        step: from 1. places: of the segments of the answers with a target, in order.
 
-        Raises RunError when the disk is full.
+        Raises RunError if the disk is full.
         """
         of_rank = f".rank{self._rank}" if self._rank else ""
         file = self._folder / ROLLOUTS / f"step_{step:06d}{of_rank}.jsonl"

@@ -1,13 +1,12 @@
-"""The files of a run folder: their names, what reads them back, and which process writes them.
+"""The files of a run folder: their names, their readers, and the process that writes them.
 
-    RunFolder.open(path)     refuses what is no run folder
+    RunFolder.open(path)     raises for a folder that is no run folder
     .metrics()               the lines of metrics.jsonl
-    .calls()                 those of rollout_calls*.jsonl
-    .answers(step)           those of rollouts/step_N*.jsonl
-    identity_of_this_process(), is_alive()    of the process that writes the folder, in run.json
+    .calls()                 the lines of rollout_calls*.jsonl
+    .answers(step)           the lines of rollouts/step_N*.jsonl
+    identity_of_this_process(), is_alive()    the process in run.json
 
-A run that is still going on may be read: a last line that is not whole yet is left out. Imports
-no torch.
+The folder of a running run can be read: an incomplete last line is ignored. Imports no torch.
 """
 
 import json
@@ -32,20 +31,20 @@ RESOLVED = "resolved_config.yaml"
 METRICS = "metrics.jsonl"
 RUN = "run.json"
 EVALUATIONS = "evaluations"
-LOGS = "logs"  # what the servers say that `learner launch` started
+LOGS = "logs"  # output of the servers that `learner launch` starts
 # Version 0.1.0 has this metric in every step, and counts steps from 0 in all but metrics.jsonl.
 _OF_0_1_0 = b'"packing/post_rollout_buffer"'
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, of `training.output_dir`."""
+    """The folder of a run, `training.output_dir`."""
 
     path: Path
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Raises ContractError where `path` is no run folder."""
+        """Raise ContractError if `path` is no run folder."""
         missing = [name for name in (RUN, RESOLVED) if not (path / name).is_file()]
         if missing:
             raise ContractError(
@@ -56,11 +55,11 @@ class RunFolder:
         return cls(path)
 
     def config(self) -> Config:
-        """As the run understood it."""
+        """Load the resolved config of the run."""
         return load_config(self.path / RESOLVED)
 
     def facts(self) -> dict[str, Any]:
-        """Versions, command, commit: `run.json`."""
+        """Read `run.json`: versions, command, commit."""
         file = self.path / RUN
         try:
             facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -69,14 +68,14 @@ class RunFolder:
         return facts
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A line for each logged step, each evaluation, and one when training has ended."""
+        """Return a line for each step and each evaluation, and one for the end of training."""
         file = self.path / METRICS
         return list(json_lines(file)) if file.is_file() else []
 
     def calls(self) -> list[dict[str, Any]]:
-        """What it took to get rollouts, of all processes.
+        """Return the rollout calls of all processes.
 
-        A line has `step`, or `evaluation_seed`; and `rank`, the process that wrote it.
+        A line has `step` or `evaluation_seed`, and `rank`, the process that wrote it.
         """
         lines = []
         for file in sorted(self.path.glob("rollout_calls*.jsonl")):
@@ -89,22 +88,22 @@ class RunFolder:
 
     @cached_property
     def _from_0(self) -> frozenset[int]:
-        """Steps that 0.1.0 has made, as it counts them in the logs of answers and of calls."""
+        """Steps of version 0.1.0, as its logs of answers and calls count them."""
         file = self.path / METRICS
         lines = file.read_bytes().splitlines() if file.is_file() else []
         steps = (re.search(rb'"step": (\d+)', line) for line in lines if _OF_0_1_0 in line)
         return frozenset(int(step[1]) - 1 for step in steps if step)
 
     def from_1(self, step: int) -> int:
-        """A step of a log of answers or calls, as metrics.jsonl counts it."""
+        """Convert a step of a log of answers or calls to the count of metrics.jsonl."""
         return step + 1 if step in self._from_0 else step
 
     def answer_steps(self) -> list[int]:
-        """Steps of channel B whose answers are logged, in order."""
+        """Return the steps with logged answers, in order."""
         return sorted({step for step, _ in self._answer_files("step_*")})
 
     def answers(self, step: int) -> list[StepAnswer]:
-        """Of all processes, in the order of process and sample; empty where none are logged.
+        """Return the answers of all processes in a step, by process and sample.
 
         Raises ContractError for a line that is no answer.
         """
@@ -114,7 +113,7 @@ class RunFolder:
         return [_answer(f, line | {"step": step}) for _, f in files for line in json_lines(f)]
 
     def _answer_files(self, pattern: str) -> dict[tuple[int, int], Path]:
-        """By step and process."""
+        """Return the files of answers by step and process."""
         files = (self.path / ROLLOUTS).glob(pattern)
         return {
             (self.from_1(named[0]), named[1]): file
@@ -124,9 +123,9 @@ class RunFolder:
 
 
 def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
-    """Optimizer steps that a run is to have; None while that is not known.
+    """Return the planned optimizer steps of a run; None while they are unknown.
 
-    last: the newest line of a step. Epochs are counted as the Trainer does.
+    last: the newest line of a step. Epochs count as in the Trainer.
     """
     training = config.training
     if training.max_steps is not None:
@@ -151,7 +150,7 @@ def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a log; without the last line while that is being written.
+    """Yield the JSON objects of a log, without an incomplete last line.
 
     Raises ContractError for a line that is no JSON.
     """
@@ -172,7 +171,7 @@ _PROC = Path("/proc")
 
 
 def identity_of_this_process() -> dict[str, Any]:
-    """Host, pid and start of this process, and where the pid is valid."""
+    """Return host, pid and start of this process, and the namespace of the pid."""
     return {
         "host": socket.gethostname(),
         **_pid_space(),
@@ -183,16 +182,16 @@ def identity_of_this_process() -> dict[str, Any]:
 
 
 def is_alive(identity: dict[str, Any]) -> bool:
-    """False for a process that cannot be seen from here: of another container, or another boot."""
+    """Return whether a process runs; false for one of another container or another boot."""
     here = _pid_space()
-    seen = bool(here) and here.items() <= identity.items()
-    return bool(seen and _start_ticks(identity["pid"]) == identity["start_ticks"])
+    same_space = bool(here) and here.items() <= identity.items()
+    return same_space and _start_ticks(identity["pid"]) == identity["start_ticks"]
 
 
 def _pid_space() -> dict[str, str]:
-    """The namespace of pids and the boot of the machine; empty where /proc does not have them.
+    """Return the pid namespace and the boot of the machine; empty if /proc lacks them.
 
-    The first namespace of every machine has the same number.
+    The number of the namespace alone is not unique: machines share it.
     """
     try:
         return {
@@ -204,9 +203,9 @@ def _pid_space() -> dict[str, str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When it was started, after the start of the machine; None where there is none, or a zombie.
+    """Return when a process started, in ticks since the boot; None for none or a zombie.
 
-    A pid that another process has by now has another start.
+    It tells apart processes that have had the same pid.
     """
     try:
         stat = (_PROC / str(pid) / "stat").read_text()

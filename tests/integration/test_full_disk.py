@@ -57,7 +57,7 @@ def test_a_full_disk_ends_the_run_in_one_line_without_a_partial_checkpoint(
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
     assert errors == [
         f"error: cannot write {checkpoint}: No space left on device. Make room on that disk, or "
-        "set training.output_dir to a folder on another one, and start again"
+        "set training.output_dir to a folder on another disk, and start again"
     ]
     assert "Traceback" not in run.stderr
     files = {line for line in run.stdout.splitlines() if line.startswith("./run/")}

@@ -1,5 +1,6 @@
 """Config files: YAML, `extends`, the canonical profiles, what is shipped, and the JSON Schema."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,12 @@ from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.config import dump_mapping, dump_resolved, load_config, load_mapping, parse_config
-from learner.config.json_schema import json_schema, schema_text
+from learner.config.json_schema import schema_text
 from learner.config.load import LEAF_FIELDS, canonical_variant, dotted
 from learner.config.yaml12 import read_mapping
 from shared_contracts.errors import ContractError
 from shared_contracts.yaml12 import Steps
-from tests.unit.config_faults import (
-    CONFIGS,
-    SHIPPED,
-    changed,
-    config_name,
-    written,
-)
+from tests.unit.config_faults import CONFIGS, SHIPPED, changed, config_name, written
 
 
 def error_of(path: Path) -> ContractError:
@@ -295,7 +290,8 @@ def test_the_weights_of_the_two_channel_profiles(
 
 
 SCHEMA = CONFIGS / "schema.json"
-VALIDATOR = Draft202012Validator(json_schema())
+WHOLE_SCHEMA = json.loads(schema_text())
+VALIDATOR = Draft202012Validator(WHOLE_SCHEMA)
 
 
 def complaints(mapping: dict[str, Any]) -> dict[str, str]:
@@ -319,8 +315,8 @@ def placed(mapping: dict[str, Any], steps: Steps, value: Any) -> dict[str, Any]:
 
 @pytest.mark.req("CFG-10")
 def test_the_committed_schema_is_current_and_of_draft_2020_12() -> None:
-    Draft202012Validator.check_schema(json_schema())
-    assert json_schema()["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
+    Draft202012Validator.check_schema(WHOLE_SCHEMA)
+    assert WHOLE_SCHEMA["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
     do = "run `learner config schema --out configs/schema.json`"
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), do
 

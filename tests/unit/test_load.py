@@ -199,7 +199,7 @@ def registered(change: Callable[[Any], None]) -> Iterator[None]:
         for change, found in [
             (without_head, "it has no lm_head"),
             (biased_head, r"its lm_head is Linear.*no linear layer without a bias"),
-            (half_of_the_vocabulary, r"a weight of 671 x \d+, and its config says"),
+            (half_of_the_vocabulary, r"a weight of 671 x \d+, and its config has"),
             (flat_patches, r"patch_embed\.proj is Linear.*, and no Conv3d"),
             (padded_patches, r"patch_embed\.proj is Conv3d.*overlap or are padded"),
             (other_name, "its vision tower has no patch_embed"),

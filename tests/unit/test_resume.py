@@ -171,7 +171,7 @@ def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state
     assert "2 processes made it and 1 go on" in start.notes[-1]
     in_ranks(2, lambda peers: with_checkpoint(config, 4, peers, queue=[peers.rank]))
     assert find_start(config, processes=2).state(1, 2) == {"queue": [1]}
-    with pytest.raises(ContractError, match="of 2 processes with a state of each"):
+    with pytest.raises(ContractError, match="has the states of 2 processes"):
         find_start(config, processes=1)
 
 

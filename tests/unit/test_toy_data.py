@@ -133,7 +133,7 @@ def test_pycocotools_reads_the_export_of_polygons(poly_toy: ToyData) -> None:
 
 def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    with pytest.raises(ContractError, match="no name of its own"):
+    with pytest.raises(ContractError, match="it has no name"):
         make_data(Path("."), train=1, val=1, seed=0)
     with pytest.raises(ContractError, match="not an empty directory"):
         make_data(tmp_path, train=1, val=1, seed=0)

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_losses_fall_and_the_tower_alone_changes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toy_vision, "TOLD_EVERY", 20)
+    monkeypatch.setattr(toy_vision, "REPORT_EVERY", 20)
     told: list[tuple[int, Losses]] = []
     out = tmp_path / "out"
     samples = scenes(tmp_path / "data")

@@ -1,7 +1,7 @@
-"""Families of models: one object for each, chosen by the `model_type` of the checkpoint.
+"""Families of models: one object each; the checkpoint's `model_type` selects it.
 
-A family knows how its models place tokens and images, which modules are trained, and how a packed
-row keeps its segments apart. `CONTRIBUTING.md` says how another one is added.
+A family has the positions of tokens and images, the parts of the model, and what keeps the segments
+of a packed row apart. `CONTRIBUTING.md` has an example of a new family.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def family_of(model: Any) -> Family:
-    """The family of a model, or of its multimodal module, by its config."""
-    found: Family = model_family(model.config.model_type)
-    return found
+    """Return the family of a model, or of its multimodal module, by its config."""
+    family: Family = model_family(model.config.model_type)
+    return family
 
 
 def vision_inputs(
     family: Family, images: "EncodedPrompt | Pack", types: "Tensor"
 ) -> "dict[str, Tensor | None]":
-    """Arguments of a forward beside ids and positions. types: 1 where an image is."""
+    """Return the arguments of a forward beside ids and positions. types: 1 at image tokens."""
     values = (types, images.pixel_values, images.image_grid_thw)
     return dict(zip(family.inputs, values, strict=True))

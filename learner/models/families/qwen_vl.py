@@ -1,9 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts.
 
-Four rows of positions, those of the text and the three of multimodal RoPE, keep the segments of a
-packed row apart: each restarts per segment, and without a mask and a cache the text row's restarts
-become block-diagonal causal attention. With fewer rows segments leak into each other silently.
-Layers of linear attention need the bounds of segments (`linear_attention.py`).
+Positions have four rows: those of the text and the three of multimodal RoPE. Each restarts at every
+segment of a packed row. In a forward without mask and cache, the restarts of the text row make
+transformers attend within segments. Without the text row, it would attend across segments, without
+an error. Layers of linear attention need the bounds of segments (`linear_attention.py`).
 """
 
 import math
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
     from learner.models.patches import Patches
 
-# What has a learning rate of its own.
+# Parts of the model with a learning rate each.
 Part = Literal["language", "vision", "aligner"]
 
-# The processor refuses images that are longer than this many times their other side.
+# Largest ratio of an image's sides that the processor accepts.
 MAX_ASPECT = 200
 
-# Of transformers' processor, where the checkpoint does not say it.
+# Defaults of transformers' processor.
 _DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
 class QwenImageRule(NamedTuple):
-    """How many tokens an image takes, by the rule of Qwen's image processor.
+    """The number of tokens of an image, by the rule of Qwen's image processor.
 
-    The processor resizes to whole blocks of `patch_size * merge_size` pixels, about the same aspect
-    and a number of pixels within its bounds; each block becomes one token. It is written down here
-    because transformers' processor cannot be imported without torch.
+    The processor resizes to whole blocks of `patch_size * merge_size` pixels, with about the same
+    aspect and a number of pixels within its bounds. Each block becomes one token. The rule is
+    repeated here because transformers' processor cannot be imported without torch.
 
-    block: side of one token's pixels; the other two bound the pixels of a resized image.
+    block: side of one token in pixels. min_pixels, max_pixels: of a resized image.
     """
 
     block: int
@@ -47,7 +47,7 @@ class QwenImageRule(NamedTuple):
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> "QwenImageRule":
-        """The rule in the checkpoint's files; ContractError where there is none or another."""
+        """Read the rule of a checkpoint; raises ContractError if it has none or another."""
         where, processor = _processor(folder)
         if not str(processor.get("image_processor_type")).startswith("Qwen2VLImageProcessor"):
             raise _not_of_qwen(
@@ -67,7 +67,7 @@ class QwenImageRule(NamedTuple):
         return cls(sides[0] * sides[1], *bounds)
 
     def tokens(self, width: int, height: int) -> int | None:
-        """Tokens of an image, None for one that is too narrow for the processor."""
+        """Return the tokens of an image in pixels; None if its sides exceed `MAX_ASPECT`."""
         if max(width, height) / min(width, height) > MAX_ASPECT:
             return None
         block = self.block
@@ -84,7 +84,7 @@ class QwenImageRule(NamedTuple):
 
 
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The settings of the image processor and the file they are in, as transformers finds them."""
+    """Return the file and the settings of the image processor, as transformers finds them."""
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file() and "image_processor" in (settings := read_json(nested)):
         if not isinstance(settings["image_processor"], dict):
@@ -101,12 +101,12 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _not_of_qwen(where: Path, found: str) -> ContractError:
     return ContractError(
-        str(where), found, "Use a model of the Qwen-VL family, whose image tokens are known here"
+        str(where), found, "Use a model of the Qwen-VL family, whose image rule is implemented"
     )
 
 
 class Multimodal(Protocol):
-    """The module between the model and its parts: embeddings, positions, vision.
+    """The multimodal module of a model: embeddings, positions, vision.
 
     config: transformers' config, with `model_type`.
     """
@@ -114,17 +114,17 @@ class Multimodal(Protocol):
     config: Any
 
     def get_input_embeddings(self) -> "nn.Module":
-        """From token ids to embeddings; a call runs the hooks of the module, too."""
+        """Return the module that maps token ids to embeddings."""
 
 
 class Family:
-    """Qwen2-VL, and what all of them have in common; see the module's docstring.
+    """Qwen2-VL, and the base class of the other families.
 
     placeholder: token of the chat template that stands for an image.
-    inputs: what the model takes beside ids and positions, in the order of `vision_inputs`.
+    inputs: arguments of the model beside ids and positions, in the order of `vision_inputs`.
     language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
-    linear_attention: end of the names of the layers of linear attention; None where it has none.
-    patch_embedding: end of the name of the convolution that `patch_embedding.py` makes a product.
+    linear_attention: suffix of the names of linear attention layers; None if it has none.
+    patch_embedding: suffix of the name of the convolution that `patch_embedding.py` replaces.
     """
 
     placeholder = "<|image_pad|>"
@@ -134,16 +134,16 @@ class Family:
     patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
-        """How many tokens an image takes, by the processor in a folder. Imports no torch."""
+        """Return the rule for the tokens of an image, from a checkpoint. Imports no torch."""
         return QwenImageRule.of_checkpoint(folder)
 
     def inner(self, model: Any) -> Multimodal:
-        """The multimodal module of a model for conditional generation."""
+        """Return the multimodal module of a model for conditional generation."""
         inner: Multimodal = model.model
         return inner
 
     def part_of(self, name: str) -> Part:
-        """The part of the model that a parameter belongs to.
+        """Return the part of the model that has a parameter.
 
         The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`.
         """
@@ -153,9 +153,9 @@ class Family:
         return "aligner" if any("merger" in part for part in parts) else "vision"
 
     def patches(self, inner: Any, grid: "Tensor") -> "Patches":
-        """What the vision tower needs to know of the patches of (images, 3) grids on the host.
+        """Return the vision tower's inputs that follow from (images, 3) grids on the host.
 
-        By transformers' own functions, as its towers call them.
+        Calls the functions of transformers that its towers would call.
         """
         from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
@@ -165,13 +165,13 @@ class Family:
         return Patches(rows, Runs.of(get_vision_cu_seqlens(grid)))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
-        """The attention modules of the vision tower that attend within windows of an image."""
+        """Return the attention modules of the vision tower that attend within windows."""
         return ()
 
     def positions(
         self, inner: Any, ids: "Tensor", types: "Tensor", grid: "Tensor | None"
     ) -> "Tensor":
-        """Positions of one segment of L tokens, images included; (L,), (L,) -> (4, L)."""
+        """Return the positions of a segment of L tokens, with images; (L,), (L,) -> (4, L)."""
         import torch
 
         spatial, _ = inner.get_rope_index(ids[None], types[None], image_grid_thw=grid)
@@ -179,9 +179,9 @@ class Family:
         return torch.cat([text[None], spatial[:, 0]])
 
     def position_ids(self, positions: "Tensor") -> "Tensor":
-        """What the forward takes for a row of segments; (4, L) -> (4, 1, L).
+        """Return the forward's position ids for a row of segments; (4, L) -> (4, 1, L).
 
-        Their restarts are what keeps the segments of a pack apart: the forward gets no mask.
+        The forward gets no mask: the restarts of positions keep the segments apart.
         """
         return positions[:, None]
 
@@ -201,13 +201,13 @@ class Qwen25VL(Family):
             window_size=tower.window_size,
             patch_size=tower.patch_size,
         )
-        found = super().patches(inner, grid)
-        return replace(found, window_index=index, windows=Runs.of(bounds))
+        of_frames = super().patches(inner, grid)
+        return replace(of_frames, window_index=index, windows=Runs.of(bounds))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
         tower = inner.visual
-        whole = set(tower.fullatt_block_indexes)
-        return frozenset(block.attn for at, block in enumerate(tower.blocks) if at not in whole)
+        full = set(tower.fullatt_block_indexes)
+        return frozenset(block.attn for at, block in enumerate(tower.blocks) if at not in full)
 
 
 class Qwen3VL(Family):
@@ -224,9 +224,9 @@ class Qwen3VL(Family):
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=tower.spatial_merge_size,
         )
-        found = super().patches(inner, grid)
-        rows = {**found.rows, "interp_indices": indices, "interp_weights": weights}
-        return replace(found, rows=rows)
+        plain = super().patches(inner, grid)
+        rows = {**plain.rows, "interp_indices": indices, "interp_weights": weights}
+        return replace(plain, rows=rows)
 
 
 class Qwen35(Qwen3VL):
