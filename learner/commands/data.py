@@ -112,8 +112,9 @@ def convert(
     ms-swift, sharegpt and qwen are conversations with boxes. What was changed or left out is
     counted.
     """
-    from learner.data.conversion import convert, write_left_out, write_records
+    from learner.data.conversion import convert, write_records
     from learner.data.formats import detect_format, read_other, write_other
+    from learner.data.jsonl import write_lines
     from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
 
@@ -144,7 +145,8 @@ def convert(
     conversion = convert(read, out, watch, geometry, order, skip_empty)
     show_conversion(conversion)
     if left_out is not None:
-        write_left_out(conversion, source, left_out)
+        lines = ({"file": str(source), **each} for each in conversion.account.left_out)
+        write_lines(left_out, lines)
         typer.echo(f"Left out: {left_out}")
     write_records(conversion, out)
     typer.echo(f"Data file: {out}")
