@@ -12,7 +12,13 @@ import pytest
 from PIL import Image
 from vllm.multimodal.image import convert_image_mode
 
-from learner.data.images import UnreadableImage, inspect_image, inspect_header, open_upright, upright
+from learner.data.images import (
+    UnreadableImage,
+    inspect_image,
+    inspect_header,
+    open_upright,
+    upright,
+)
 from rollout_server.runtime.refusals import BadRequest
 from rollout_server.serving.media import ImageSource, decode_image
 
