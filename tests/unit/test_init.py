@@ -21,7 +21,7 @@ from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.init import InitOptions, Lengths, Writer, choose, init
+from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.checkpoint_checks import coordinate_ids
@@ -239,10 +239,10 @@ def test_smallest_change_that_fits_is_chosen(
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
-            choose(writer, [], lengths, console, count)
+            choose_shape(writer, [], lengths, console, count)
         assert "GiB" in caught.value.found
         return
-    found = choose(writer, [], lengths, console, count)
+    found = choose_shape(writer, [], lengths, console, count)
     assert str(found).startswith(chosen)
     config = writer.config(found, lengths)
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
@@ -259,7 +259,7 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
     given = init_options(toy_checkpoint, toy_data, tmp_path, gpu=gpu_named("H100"), gpus=1)
     writer = Writer(given, tmp_path, toy_checkpoint, 64, warmup=False)
     count, lengths = Counted(counted, 45, 0, served=40, moments=2 / 3), Lengths(10, 20, 320)
-    found = choose(writer, [], lengths, Console(quiet=True), count)
+    found = choose_shape(writer, [], lengths, Console(quiet=True), count)
     assert (found.offload, found.share) == ("optimizer", 0.7)
     offload = writer.config(found, lengths).rollout_matching.offload
     assert offload.enabled
