@@ -205,7 +205,7 @@ def _server_options(demo: Demo) -> list[str]:
 
 
 def _config(demo: Demo, name: str, model: Path, data: ToyData | None = None) -> Config:
-    """Write the YAML of a run, which extends the shipped one, and load it. data: None: the demo's."""
+    """Write the YAML of a run, which extends the shipped one, and load it."""
     (group_port,) = free_ports(1)
     folder, data = demo.folder, data or demo.data
     server = {"servers": [{"base_url": demo.base_url, "group_port": group_port}]}
