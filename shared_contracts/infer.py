@@ -1,7 +1,7 @@
 """Bodies of `POST /infer/`, field-compatible with ms-swift 4.6 (WIRE-01, WIRE-02).
 
-ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse` are the
-model; a test holds these classes against `swift.infer_engine.protocol`.
+They follow ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse`; a test
+compares them with `swift.infer_engine.protocol`.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,13 +12,13 @@ from shared_contracts.weights import Count, Wire
 
 Role = Literal["system", "user", "assistant"]
 
-# Every fault of a call costs memory: more requests or fields are not even looked through,
-# and below a request the first bad item of a list stands for all.
+# Each fault of a call takes memory: longer calls are refused without validation of their items, and
+# `fail_fast` reports the first bad item of a list only.
 MAX_REQUESTS = 2**16
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
-# What vLLM's `SamplingParams` take; a training YAML has the same bounds.
+# Bounds of vLLM's `SamplingParams`, also for a training YAML.
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
@@ -49,7 +49,7 @@ class Message(Wire):
 
 
 def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise for fields ms-swift has and this server does not serve, unless empty."""
+    """Raise ValueError for fields of ms-swift that this server does not support, unless empty."""
     for name in names:
         if getattr(model, name) not in (None, False, [], {}, ""):
             raise ValueError(f"field '{name}' is not served; leave it out, null or empty")
@@ -156,7 +156,7 @@ class ChatMessage(Wire):
     reasoning_content: None = None
 
 
-# What stands for a lower log-probability, and for one that is no number: JSON has no infinity.
+# Replaces lower log-probabilities and NaN: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
 
@@ -176,7 +176,7 @@ class ChoiceLogprobs(Wire):
 
     @classmethod
     def of(cls, values: list[float]) -> "ChoiceLogprobs":
-        """Put them within bounds; NaN becomes `LEAST_LOGPROB`."""
+        """Clip log-probabilities to the bounds; NaN becomes `LEAST_LOGPROB`."""
         bounded = [min(0.0, max(LEAST_LOGPROB, value)) for value in values]
         return cls(content=[TokenLogprob(logprob=value) for value in bounded])
 

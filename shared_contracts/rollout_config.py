@@ -1,4 +1,4 @@
-"""The part of a training YAML that the rollout server reads too (CFG-09).
+"""The part of a training YAML that the rollout server also reads (CFG-09).
 
 rollout_matching                      SharedRolloutConfig, and keys of the learner alone
     .decode_batch_size
@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, field_validator
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
-# What the learner appends to a base_url; a test holds it against the server's paths.
+# Routes that the learner appends to a base_url; a test compares them with the server's paths.
 ROUTES = (
     *("infer", "health", "live", "info", "metrics", "get_world_size", "init_communicator"),
     *("start_weight_update", "update_weights", "finish_weight_update"),
@@ -45,14 +45,13 @@ def _can_fire(config: RepeatTerminateConfig) -> RepeatTerminateConfig:
     return config
 
 
-# A guard that is enabled and can never fire is a mistake in the file.
 RepeatTerminate = Annotated[RepeatTerminateConfig, AfterValidator(_can_fire)]
 
 
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
     try:
-        _ = parts.port  # reading it checks it
+        _ = parts.port  # raises ValueError
     except ValueError as error:
         raise Refusal(f"'{url}': {error}", "Write it like http://127.0.0.1:8000") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -10,25 +10,24 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import Count, Transport, WeightState, Wire
 
-# The environment variable in which both programs look for the server's token.
+# The environment variables of both programs with the server's token, or with a file that holds it.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
-# The one that names a file of it, as the secrets of containers and services are files.
 TOKEN_FILE_VARIABLE = "ROLLOUT_SERVER_TOKEN_FILE"
 
 # serving       answers calls
-# starting      its engine is being built, for the first time or again
-# needs-push    built again with the checkpoint's weights, which are no longer the current ones
-# asleep        its memory is given up, until a push or `/wake_up/`
-# dead          its engine is gone; it will be built again
+# starting      its engine is being built
+# needs-push    rebuilt with the checkpoint's weights, which are outdated
+# asleep        its memory is released, until a push or `/wake_up/`
+# dead          its engine has ended; it will be rebuilt
 ReplicaState = Literal["serving", "starting", "needs-push", "asleep", "dead"]
 
 Workers = Annotated[int, Field(ge=1, le=2**20)]
 
 
 def process_of(server_epoch: str) -> str:
-    """The part of an epoch that changes only with the server's process.
+    """Return the part of an epoch that identifies the server's process.
 
-    An epoch is that, a dash, and how many replicas the process has lost.
+    An epoch is this part, a dash, and the number of replicas that the process has lost.
     """
     return server_epoch.rpartition("-")[0]
 
@@ -118,22 +117,22 @@ class Info(Wire):
 def given_token(
     environment: Mapping[str, str], option: Path | None = None, *, refuse_empty: bool = False
 ) -> str | None:
-    """Read the token of calls: from `option` (`token_file`), or from either variable.
+    """Return the token of calls, from `option` (`token_file`) or either variable; None without one.
 
-    refuse_empty: a variable that is set to nothing is an error; else it counts as not set.
+    refuse_empty: an empty TOKEN_VARIABLE is an error; else it counts as not set.
 
-    None where nothing gives one. Raises ContractError for a token that no header can carry, a
-    file that cannot be read, and two tokens that differ.
+    Raises ContractError for a token that a header cannot contain, an unreadable file, and two
+    different tokens.
     """
-    found = {
+    tokens = {
         where: _read(path, where) for where, path in given_token_files(environment, option).items()
     }
-    written = environment.get(TOKEN_VARIABLE)
-    if written is not None and (refuse_empty or written.strip()):
-        found[TOKEN_VARIABLE] = _checked(written, TOKEN_VARIABLE)
-    if not found:
+    value = environment.get(TOKEN_VARIABLE)
+    if value is not None and (refuse_empty or value.strip()):
+        tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
+    if not tokens:
         return None
-    (where, token), *others = found.items()
+    (where, token), *others = tokens.items()
     for other, value in others:
         if value != token:
             raise ContractError(
@@ -143,7 +142,7 @@ def given_token(
 
 
 def given_token_files(environment: Mapping[str, str], option: Path | None) -> dict[str, Path]:
-    """The files that hold a token, by what names them."""
+    """Return the token files by the option or variable that names them."""
     files = {} if option is None else {"token_file": option}
     if path := environment.get(TOKEN_FILE_VARIABLE):
         files[TOKEN_FILE_VARIABLE] = Path(path)
@@ -151,7 +150,7 @@ def given_token_files(environment: Mapping[str, str], option: Path | None) -> di
 
 
 def _read(path: Path, where: str) -> str:
-    """The token in `path`. where: the option or variable that names the file."""
+    """Return the token in a file. where: the option or variable that names it."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,7 +162,7 @@ def _read(path: Path, where: str) -> str:
 
 
 def _checked(text: str, where: str) -> str:
-    """`text` without white space around it; raises ContractError for what is no token."""
+    """Return the token without surrounding white space; raises ContractError if it is invalid."""
     token = text.strip()
     if not token:
         raise ContractError(
