@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shared_contracts.errors import ContractError
@@ -135,6 +137,24 @@ def parse_processes(text: str) -> list[GpuProcess]:
         used = int(memory) if memory.strip().isdecimal() else None
         processes.append(GpuProcess(uuid.strip(), int(pid), name.strip(), used))
     return processes
+
+
+def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Return the bytes that are available without swapping; None if unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024.0
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the distributions that are installed."""
+    versions = {}
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def in_gib(mib: int) -> str:

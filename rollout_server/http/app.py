@@ -72,7 +72,7 @@ ADAPTER_BODY = {
     "required": True,
     "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}},
 }
-# Requests whose answers are serialized before other calls have their turn.
+# Number of answers that are serialized before other tasks run.
 PIECE_REQUESTS = 64
 T = TypeVar("T")
 # Bodies of the routes.
@@ -82,14 +82,14 @@ Start = Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
 Phase = Annotated[GroupCall, Depends(JsonBody(GroupCall))]
 Memory = Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]
 
-# Between two answers. JSON has no line break in a string.
+# Separator of answers; JSON strings contain no line break.
 SEPARATOR = b",\n"
 
 
 def create_app(
     pool: Pool, lifespan: Lifespan[FastAPI] | None = None, body_s: float = BODY_S
 ) -> FastAPI:
-    """Create the app with its routes over `pool` and the guards of its settings.
+    """Return the app of `pool`, with routes and guards.
 
     body_s: deadline of a body.
     """
@@ -129,7 +129,7 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
     settings = pool.settings
     max_bytes = int(settings.max_body_mib * 2**20)
     app.add_middleware(BodyLimit, max_bytes=max_bytes, body_s=body_s)
-    if is_loopback(settings.host):  # elsewhere a token is required, which no page has
+    if is_loopback(settings.host):  # other hosts require a token
         names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
         app.add_middleware(HostCheck, hosts=sorted(names))
     routes = [route for route in app.routes if isinstance(route, Route)]
@@ -217,7 +217,7 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _json_lines(answers: Iterable[str]) -> bytes:
-    """Return a JSON list with one answer per line. Other calls have their turn between pieces."""
+    """Return a JSON list with one answer per line; other tasks run between pieces."""
     lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
     return b"[" + SEPARATOR.join(lines) + b"]"
 
@@ -265,7 +265,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         The body is peft's safetensors; their metadata have peft's settings as JSON (`AdapterMeta`)
         under the key `adapter`.
         """
-        if request.headers.get("content-type") != BYTES:  # a browser sends others for any page
+        if request.headers.get("content-type") != BYTES:  # web pages cannot send it cross-site
             raise refusal("bad-request", f"give the header `content-type: {BYTES}`", "body")
         content = await request.body()
         report = await attended(request, pool.weights.load_adapter(version, attempt, content))

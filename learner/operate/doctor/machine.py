@@ -11,8 +11,6 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from learner.config.schema import Config
@@ -26,7 +24,9 @@ from shared_contracts.machine import (
     CUDA_VISIBLE,
     IDLE_MIB,
     GpuUse,
+    available_ram,
     in_gib,
+    installed_versions,
     query_gpu_use,
     visible_gpus,
 )
@@ -132,11 +132,7 @@ def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[s
 
 def versions_here() -> dict[str, str]:
     """Return the versions of Python and the installed distributions by name."""
-    versions = {"python": platform.python_version()}
-    for name in _INSTALLED:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    return {"python": platform.python_version(), **installed_versions(_INSTALLED)}
 
 
 def compare_versions(ours: Mapping[str, str], servers: Mapping[str, Info]) -> str:
@@ -154,15 +150,6 @@ def compare_versions(ours: Mapping[str, str], servers: Mapping[str, Info]) -> st
     if cautions:
         raise Caution(cautions)
     return "; ".join(_listed(info.versions) for info in servers.values())
-
-
-def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
-    """Return the bytes that are available without swapping; None if unknown."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _public(number: str | None) -> str | None:
