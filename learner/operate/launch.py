@@ -223,8 +223,8 @@ class Servers:
         for start, process in zip(self._crew.servers, self._processes, strict=True):
             name = f"the rollout server at {process.base_url}"
             pauses_s, start_s = self._crew.pauses_s, self._crew.start_s
-            server = SupervisedServer(start, start_s, pauses_s, first=process, name=name)
-            self._supervised.append(server)
+            supervised = SupervisedServer(start, start_s, pauses_s, first=process, name=name)
+            self._supervised.append(supervised)
 
     def check(self) -> None:
         """Raise RunError if a server ended too often."""
