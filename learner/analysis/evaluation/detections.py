@@ -79,7 +79,7 @@ class CocoFiles:
     def of(
         cls, answers: Sequence[LoggedAnswer], image_root: Path, *, polygons: bool
     ) -> "CocoFiles":
-        """Convert answers. polygons: False in the two-channel variant. image_root: base of names."""
+        """Convert answers. polygons: False in the two-channel variant. image_root: of names."""
         in_order = sorted(answers, key=data_order)
         samples = [_with_objects(answer, answer.ground_truth) for answer in in_order]
         answered = [_with_objects(answer, answer.parse.objects) for answer in in_order]
