@@ -19,7 +19,7 @@ def checkpoint_chain(folder: Path, where: str) -> list[Path]:
             base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
             over = Path(base)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            found = f"{file} does not say what the adapter is over ({error!r})"
+            found = f"{file} does not name the base checkpoint ({error!r})"
             raise ContractError(where, found, "Save the adapter again with peft") from error
         if not over.is_dir() or over in chain:
             found = f"{chain[-1]} is an adapter over {base}, which is no other folder here"

@@ -69,7 +69,7 @@ def _http_url(url: str) -> str:
 
 
 class ServerAddress(StrictModel):
-    """One rollout server: where it is called, and where its weight group meets."""
+    """The addresses of a rollout server."""
 
     base_url: Annotated[str, AfterValidator(_http_url)]
     """address of a rollout server, without `/infer/`"""
@@ -85,7 +85,7 @@ class ServerAddress(StrictModel):
 
 
 class ServerConfig(StrictModel):
-    """The servers of `mode: server`, and how long they may take."""
+    """The servers of `mode: server`, and their timeouts."""
 
     servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)]
     """the rollout servers, in the order in which they get requests"""
@@ -117,7 +117,7 @@ class ServerConfig(StrictModel):
 
 
 class SyncConfig(StrictModel):
-    """How new weights reach the engines."""
+    """Settings of weight pushes."""
 
     mode: Literal["full", "adapter", "auto"] = "full"
     """`full`: all weights, merged; `adapter`: only the LoRA adapter; `auto`: `adapter` with
@@ -134,7 +134,7 @@ class SyncConfig(StrictModel):
 
 
 class VllmConfig(StrictModel):
-    """Where vLLM runs, what its engines can do, and how they get their weights."""
+    """Placement, features and weight pushes of vLLM."""
 
     mode: Literal["colocate", "server"] = "colocate"
     """where vLLM runs: `server`, in servers that you started; `colocate`, in a server that the
@@ -186,7 +186,7 @@ class VllmConfig(StrictModel):
 
 
 class SharedRolloutConfig(StrictModel):
-    """Keys of `rollout_matching` that say what both the learner and its servers do."""
+    """Keys of `rollout_matching` for the learner and its servers."""
 
     decode_batch_size: FreeOnResume[int] = Field(default=1, ge=1)
     """most sequences decoded at once per rollout GPU"""

@@ -35,9 +35,9 @@ def process_of(server_epoch: str) -> str:
 class ReplicaStatus(Wire):
     """The state of one replica.
 
-    detail: why it does not serve; empty where it does.
+    detail: reason why it does not serve; empty if it serves.
     heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
-    restarts: how often the engine was built again.
+    restarts: number of times that the engine was rebuilt.
     """
 
     index: Count
@@ -48,7 +48,7 @@ class ReplicaStatus(Wire):
 
 
 class Health(Wire):
-    """`GET /health/`: 200 when every replica can answer `/infer/`, if need be after a push."""
+    """`GET /health/`: 200 if every replica can answer `/infer/`; during a push, after its end."""
 
     status: Literal["ok"] = "ok"
     state: WeightState
@@ -58,7 +58,7 @@ class Health(Wire):
 
 
 class Live(Wire):
-    """`GET /live/`: the event loop runs; seconds since each engine last made progress."""
+    """`GET /live/`: the event loop runs; seconds since each engine last answered."""
 
     status: Literal["ok"] = "ok"
     server_epoch: str
@@ -82,17 +82,17 @@ class RepeatTerminateStatus(Wire):
 
 
 class Info(Wire):
-    """`GET /info/`: what this server is. Answered while engines start, too.
+    """`GET /info/`: facts about this server, also while engines start.
 
     world_size: engine workers over all replicas.
-    max_model_len: tokens of a context; null until an engine has told.
-    enable_lora: an adapter may be pushed instead of full weights.
+    max_model_len: tokens of a context; null until an engine is ready.
+    enable_lora: the server accepts adapters instead of full weights.
     enable_prefix_caching: the engines reuse the caches of equal prompts; null: not reported.
-    server_epoch: changes when the server was started anew, or one of its replicas was lost.
-    owner: the learner that pushes to this server; null before one came and after it has left.
-    host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
-    gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
-    versions: of this server and of what it stands on, by distribution name.
+    server_epoch: changes if the server is restarted or a replica is lost.
+    owner: the learner that pushes to this server; null without one.
+    host: name of the server's machine. gpus: ids of its GPUs; empty on a CPU or with Ray.
+    gpu_uuids: UUIDs of these GPUs, if nvidia-smi reported them at the start.
+    versions: of this server and its main libraries, by distribution name.
     """
 
     model: str

@@ -99,7 +99,7 @@ MOST_RANK = 4096
 
 
 class Wire(BaseModel):
-    """A body, or a part of one: bounded, and no field more than its own."""
+    """A body, or a part of one: bounded, without unknown fields."""
 
     # str_max_length makes pydantic refuse unpaired surrogates.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
@@ -115,16 +115,16 @@ class Wire(BaseModel):
 class InitCommunicator(Wire):
     """Form the weight group, and own the server.
 
-    host, port: address at the server where the store of the rendezvous opens.
-    world_size: all ranks, of `senders` learner processes and of all engine workers.
-    senders: learner processes that send. Each has a group of its own with an equal share of the
-        workers, in order: colocated processes give the weights to the workers on their own GPUs.
+    host, port: address on the server for the store of the rendezvous.
+    world_size: number of ranks: `senders` learner processes and all engine workers.
+    senders: learner processes that send. Each has its own group with an equal share of the workers,
+        in order: colocated processes send to the workers on their own GPUs.
     attempt: a new name for every call; it names the group.
-    learner: shown to a learner that loses the server to this one.
-    replaces: attempt of this learner's former group. If the server has a newer owner since, the
-        call is refused. None: of a learner that starts.
-    bucket_bytes: size of one packed bucket; both sides must agree.
-    timeout_s: limit of every phase; a server cuts it to its own `max_weight_timeout_seconds`.
+    learner: name of the learner, for the error of a learner that loses the server to it.
+    replaces: attempt of this learner's previous group; the call is refused if the server has a
+        newer owner. None: a new learner.
+    bucket_bytes: size of a packed bucket, equal on both sides.
+    timeout_s: limit of every phase, capped by the server's `max_weight_timeout_seconds`.
     """
 
     host: str = Field(min_length=1)
@@ -169,7 +169,7 @@ def wire_dtype(name: str, dtype: DtypeName) -> DtypeName:
 
 
 class ParameterMeta(Wire):
-    """One parameter as it travels: name as in the checkpoint, torch dtype name."""
+    """A parameter on the wire: name as in the checkpoint, torch dtype name."""
 
     name: str
     dtype: DtypeName
@@ -288,9 +288,9 @@ ADAPTER_KEY = "adapter"
 class StartWeightUpdate(GroupCall):
     """The manifest of a push.
 
-    version: of the server after the push. It is higher than before, by at most MOST_VERSION_STEP;
-        or the same if a replica does not have the server's version.
-    parameters: all that will be sent, in this order.
+    version: of the server after the push: higher by at most MOST_VERSION_STEP, or the same if a
+        replica does not have the server's version.
+    parameters: all parameters of the push, in wire order.
     """
 
     version: Count

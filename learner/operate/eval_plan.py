@@ -70,7 +70,7 @@ def plan_evaluation(
     if (processes := learner_processes(os.environ)) > 1:
         raise ContractError(
             "WORLD_SIZE",
-            f"{processes} processes were launched, and one asks for all answers",
+            f"{processes} processes were launched, and one process requests all answers",
             "Start `learner eval` without torchrun; several servers share the answers",
         )
     scored = checkpoint.absolute() if checkpoint else config.model.model

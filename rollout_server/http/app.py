@@ -143,7 +143,7 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/health/", responses=problem_responses(*PROBE_PROBLEMS))
     async def health() -> Health:
-        """200 while every replica can answer; a call during a weight update waits."""
+        """200 if every replica can answer; a call during a push waits."""
         return pool.health()
 
     @app.get("/live/")
@@ -246,7 +246,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/update_weights/", responses=problems)
     async def update_weights(request: Request, body: Phase) -> WeightStatus:
-        """Receive and load the parameters of the manifest, which travel over the weight group."""
+        """Receive the parameters of the manifest over the weight group, and load them."""
         return await attended(request, pool.weights.update(body))
 
     @calls.post("/finish_weight_update/", responses=problems)
@@ -260,10 +260,10 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     async def load_adapter(
         request: Request, version: Annotated[Count, Query()], attempt: Annotated[str, Query()]
     ) -> SyncReport:
-        """Answer with a LoRA adapter over the checkpoint's weights from now on.
+        """Answer later calls with a LoRA adapter over the checkpoint's weights.
 
-        The body is peft's safetensors; their metadata have peft's settings as JSON (`AdapterMeta`)
-        under the key `adapter`.
+        The body is peft's safetensors file; its metadata has peft's settings as JSON
+        (`AdapterMeta`) under the key `adapter`.
         """
         if request.headers.get("content-type") != BYTES:  # web pages cannot send it cross-site
             raise refusal("bad-request", f"give the header `content-type: {BYTES}`", "body")
@@ -274,26 +274,26 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/close_communicator/", responses=problems)
     async def close_communicator(request: Request, body: Phase) -> WeightStatus:
-        """Leave the weight group; a push that runs is given up. The server has no owner then."""
+        """Leave the weight group, end a running push, and clear the owner of the server."""
         return await attended(request, pool.weights.close(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(body: Memory) -> WeightStatus:
-        """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
+        """Let running calls end, and release the memory of the GPUs until a push or `/wake_up/`.
 
-        The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
-        the CPU, the memory is kept.
+        The weights are kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
+        released.
         """
         return await pool.weights.sleep()
 
     @calls.post("/wake_up/", responses=sleep_problems)
     async def wake_up(body: Memory) -> WeightStatus:
-        """Take the memory back and answer calls again, with the same weights."""
+        """Restore the memory, and answer calls again with the same weights."""
         return await pool.weights.wake_up()
 
 
 def _add_pages(calls: APIRouter, app: FastAPI) -> None:
-    """Add the OpenAPI document, and a page to read and try it without files from elsewhere."""
+    """Add the OpenAPI document, and an interactive page that needs no other host."""
     assets = Path(str(resources.files("fastapi_offline"))) / "static"
 
     @calls.get("/openapi.json/", include_in_schema=False)

@@ -136,7 +136,7 @@ class Telemetry:
         )
         for outcome in get_args(Outcome):
             self._calls.labels(outcome)
-        self.in_flight = gauge("rollout_calls_in_flight", "Those that are running.")
+        self.in_flight = gauge("rollout_calls_in_flight", "Running calls.")
         self._requests = counter("rollout_requests", "Conversations that /infer/ answered.")
         self._images = counter("rollout_images", "Images in them.")
         self._prompt_tokens = counter("rollout_prompt_tokens", "Prompt tokens, images expanded.")
@@ -198,7 +198,7 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         gauge, server = GaugeMetricFamily, self._server
-        yield gauge("rollout_ready", "1 while /health/ says 200.", float(self._ready()))
+        yield gauge("rollout_ready", "1 while /health/ answers 200.", float(self._ready()))
         replica, per_state = ["replica"], ["replica", "state"]
         running = gauge("rollout_running_sequences", "Sequences being decoded.", labels=replica)
         waiting = gauge(

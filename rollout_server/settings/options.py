@@ -85,9 +85,9 @@ class ServerSettings(StrictModel):
     max_weight_timeout_seconds: Positive = 1800.0
     """longest deadline of a learner's push"""
     grace_seconds: float = Field(default=10.0, ge=0.0)
-    """seconds that running calls have after SIGTERM"""
+    """seconds for running calls after SIGTERM"""
     start_seconds: Positive = 1800.0
-    """seconds after which an engine's start is given up"""
+    """longest start of an engine, in seconds"""
     hang_seconds: Positive = 60.0
     """seconds without a heartbeat that end an engine"""
     seed: int = Field(default=0, ge=0, description="seed of requests that have none")

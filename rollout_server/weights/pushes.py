@@ -401,7 +401,7 @@ class Pushes:
             async with asyncio.timeout(WORKER_MARGIN_S):
                 await engine.leave_group()
         except (TimeoutError, WeightPhaseFailed, EngineDead) as error:
-            logger.error("an engine is given up, because its workers are in a group: %r", error)
+            logger.error("an engine is ended, because its workers are still in a group: %r", error)
             engine.declare_dead()
 
     # --- checks

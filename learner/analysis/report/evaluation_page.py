@@ -151,7 +151,7 @@ def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers])
         else:
             share = fraction(count, descriptions[truth]["ground_truths"])
         rows.append([truth or "nothing", predicted or "missed", f"{count:,}", share])
-    lead = "The share is of what is there, or of the predictions where nothing is."
+    lead = "The share is of the annotated objects; for false positives, of the predictions."
     if not rows:
         lead = "No object was missed, made up, or given a wrong description."
     table = Table("", ["there", "answered", "#objects", "#share"], rows[:MOST_MISTAKES])
