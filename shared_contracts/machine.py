@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -101,6 +101,17 @@ class GpuUse:
     gpus: list[GpuMemory]
     processes: list[GpuProcess]
 
+    def faults(self, gpus: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """Yield the id and a sentence for each of these GPUs that other processes use."""
+        for gpu in self.gpus:
+            users = [process for process in self.processes if process.gpu_uuid == gpu.uuid]
+            if gpu.index in gpus and (users or gpu.used_mib > IDLE_MIB):
+                text = " and ".join(map(str, users)) or (
+                    "a process that cannot be seen from here, such as one in another container "
+                    f"({in_gib(gpu.used_mib)} of {in_gib(gpu.total_mib)})"
+                )
+                yield gpu.index, f"GPU {gpu.index} is used by {text}"
+
 
 def query_gpu_use(program: str = "nvidia-smi") -> GpuUse | None:
     """Return the current use of GPUs; None, with a warning in the log, if `program` fails."""
@@ -139,10 +150,11 @@ def parse_processes(text: str) -> list[GpuProcess]:
     return processes
 
 
-def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+def available_ram() -> float | None:
     """Return the bytes that are available without swapping; None if unknown."""
     try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        text = Path("/proc/meminfo").read_text()
+        lines = dict(line.split(":", 1) for line in text.splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024.0
     except (OSError, KeyError, ValueError):
         return None

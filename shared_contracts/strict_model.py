@@ -290,7 +290,10 @@ def _advice(key: str, known: list[str], homes: _Homes) -> str:
     return f"Remove it, or use one of the keys here: {', '.join(known)}"
 
 
-def shown(value: Any, limit: int = 80) -> str:
-    """Return a value as JSON, cut to `limit` characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def shown(value: Any) -> str:
+    """Return a value as JSON, cut to 80 characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "a value nested too deeply"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -23,11 +23,12 @@ from pathlib import Path
 
 from learner.data.boxes import find_scale
 from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
-from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, brief, scan
+from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, scan
 from learner.data.lengths import SampleLengths
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 # Highest probability at which "all boxes fit as x, y, width, height" counts as no coincidence.
 _UNLIKELY = 1e-4
@@ -115,13 +116,13 @@ def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:
     for index, item in enumerate(sample.objects):
         if (odd := odd_text(item.desc)) is not None:
-            found = f"objects[{index}].desc {brief(item.desc)} has {odd}"
+            found = f"objects[{index}].desc {shown(item.desc)} has {odd}"
             do = "Remove it: the model learns to write it, and other programs may read it."
             yield _warning("odd description", sample.sample_id, found, do)
         if not covers_a_pixel(item.shape, canvas):
             found = (
                 f"objects[{index}] {item.desc!r} covers no pixel of the canvas on which "
-                f"objects are matched: {brief(item.shape.coords)}"
+                f"objects are matched: {shown(item.shape.coords)}"
             )
             do = "Widen it or leave it out; no prediction is ever matched to it."
             yield _warning("too thin to match", sample.sample_id, found, do)

@@ -16,7 +16,6 @@ from typing import Any
 from learner.data.jsonl import (
     MAX_SIDE,
     bounding_box,
-    brief,
     is_description,
     read_text,
     strict_json,
@@ -26,6 +25,7 @@ from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 _COCO_JSON = "Name a JSON file of COCO instances."
 # Key of `metadata` -> key of an LVIS image.
@@ -53,7 +53,7 @@ def read_coco(path: Path, folder: Path) -> Source:
     for image in images:
         picture = _picture(image, _lists(path, image, names))
         if picture is None:
-            account.note(Rule.BAD_IMAGE, brief(image))
+            account.note(Rule.BAD_IMAGE, shown(image))
             continue
         key = (os.path.normpath(picture.name), picture.size)
         account.note(Rule.REPEATED_IMAGE, picture.name, key in pictures)
@@ -88,7 +88,7 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     for key, section in (("images", mappings[0]), ("categories", mappings[2])):
         ids = Counter(map(_id, section))
         if repeated := [each for each, times in ids.items() if each is not None and times > 1]:
-            found = f"ids given twice: {brief(repeated)}"
+            found = f"ids given twice: {shown(repeated)}"
             raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
     return mappings
 
@@ -118,7 +118,7 @@ def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str
         if isinstance(listed := image.get(of_ids), list):
             if unknown := [i for i in listed if not isinstance(i, int | str) or i not in names]:
                 where = f"{path}: {of_ids} of image {_id(image)}"
-                found = f"{brief(unknown)} are ids of no category"
+                found = f"{shown(unknown)} are ids of no category"
                 raise ContractError(where, found, "Remove them, or list the categories.")
             named = (names[each] for each in listed)
             lists[key] = [normalized(name) for name in named if is_description(name)]

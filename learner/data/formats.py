@@ -12,12 +12,13 @@ from pathlib import Path
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, records, write_swift
 from learner.data.images import ImageInfo, Watch, image_problem, inspect_all, inspect_header
-from learner.data.jsonl import DataProblem, brief, capped, read_text, scan
+from learner.data.jsonl import DataProblem, capped, read_text, scan
 from learner.data.records import Account, Corners, Format, Rule, Scale, Source
 from learner.data.voc import NOT_XML, read_voc, write_voc
 from learner.data.yolo import DATA_YAML, read_yolo, write_yolo
 from learner.types import GeometryKind, Sample
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 _DO = "Name the format with --from, and see docs/data.md for what each looks like"
 
@@ -49,7 +50,7 @@ def detect_format(path: Path) -> Format:
         return "jsonl"
     if record.keys() & {"image", "images"}:
         return "qwen"
-    found = f"the first record has the keys {brief(sorted(record))}, which are of no known format"
+    found = f"the first record has the keys {shown(sorted(record))}, which are of no known format"
     raise ContractError(where, found, _DO)
 
 
@@ -148,6 +149,6 @@ def _name_faults(
             yield DataProblem("same name", sample.sample_id, found, do)
         for index, item in enumerate(sample.objects if xml else ()):
             if NOT_XML.search(item.desc):
-                found = f"objects[{index}].desc {brief(item.desc)} cannot be written as XML"
+                found = f"objects[{index}].desc {shown(item.desc)} cannot be written as XML"
                 do = "Remove control characters, and space at its ends."
                 yield DataProblem("description", sample.sample_id, found, do)

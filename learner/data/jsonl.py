@@ -36,6 +36,7 @@ from learner.types import (
 )
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
+from shared_contracts.strict_model import shown
 
 MAX_SHOWN_ERRORS = 20
 MAX_BIN = 999
@@ -135,7 +136,7 @@ def parse_line(raw: bytes, where: str) -> dict[str, Any]:
         raise DataProblem("empty line", where, "the line is empty", "Remove it.")
     record = strict_json(text, where)
     if not isinstance(record, dict):
-        found = f"{brief(record)} is no JSON object"
+        found = f"{shown(record)} is no JSON object"
         raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
     return record
 
@@ -148,7 +149,7 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
         if len(record) < len(pairs):
             keys = [key for key, _ in pairs]
             repeated = next(key for key in keys if keys.count(key) > 1)
-            found = f"the key {brief(repeated)} is given {keys.count(repeated)} times in one object"
+            found = f"the key {shown(repeated)} is given {keys.count(repeated)} times in one object"
             raise DataProblem("repeated key", where, found, "Keep one of them.")
         return record
 
@@ -167,15 +168,6 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
         detail = "a number is too long"
     start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
     raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
-
-
-def brief(value: Any) -> str:
-    """Return a value as JSON, cut to 80 characters."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return "a value nested too deeply"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 class Line(NamedTuple):
@@ -281,7 +273,7 @@ class _LineReader:
             return None
         if unknown := sorted(record.keys() - _KEYS):
             do = 'Use images, width, height and objects; anything else goes under "metadata".'
-            self._wrong("unknown key", f"unknown keys {', '.join(map(brief, unknown))}", do)
+            self._wrong("unknown key", f"unknown keys {', '.join(map(shown, unknown))}", do)
         valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
         for key, known in _KEYS.items():
             if key not in valid:
@@ -299,7 +291,7 @@ class _LineReader:
         """Return the object, or None after adding a problem."""
         if not isinstance(item, dict):
             do = f'Write {{"desc": ..., {_EXAMPLES["bbox_2d"]}}}.'
-            self._wrong("objects", f"{where} is {brief(item)}", do)
+            self._wrong("objects", f"{where} is {shown(item)}", do)
             return None
         shape = self._shape(where, item)
         if is_description(desc := item.get("desc")):
@@ -313,7 +305,7 @@ class _LineReader:
         allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self.allow_poly else ("bbox_2d",)
         kind = next((each for each in allowed if keys == [each]), None)
         if kind is None:
-            found = f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc"
+            found = f"{where} has {', '.join(map(shown, keys)) or 'nothing'} beside its desc"
             only = "" if self.allow_poly else "; this variant trains boxes only"
             do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
             self._wrong("geometry", found, do)
@@ -326,12 +318,12 @@ class _LineReader:
         beyond = any(bin > MAX_BIN for bin in coords)
         pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
         do = f"Write {_EXAMPLES[kind]}.{pixels}"
-        self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
+        self._wrong("geometry", f"{where}.{kind} is {shown(values)}", do)
         return None
 
 
 def _value_of(mapping: dict[str, Any], key: str) -> str:
-    return brief(mapping[key]) if key in mapping else "missing"
+    return shown(mapping[key]) if key in mapping else "missing"
 
 
 def _as_bin(value: Any) -> int | None:

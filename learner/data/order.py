@@ -128,7 +128,7 @@ class BadSampleLog:
     Rank k > 0 writes `bad_samples.rank{k}.jsonl`. A resumed run appends to its file.
     """
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         of_rank = f".rank{rank}" if rank else ""
         self._path = (folder / BAD_SAMPLES).with_suffix(f"{of_rank}.jsonl")
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []

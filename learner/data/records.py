@@ -14,8 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learner.data.jsonl import brief, is_description
+from learner.data.jsonl import is_description
 from learner.types import normalized
+from shared_contracts.strict_model import shown
 
 Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
 Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
@@ -132,7 +133,7 @@ class Account:
         ids = {"annotation_id": one.id, "image_id": one.image_id}
         self.left_out.append({**ids, "image": image, "bbox": one.box, "reason": reason.what})
         counted = Rule.OF_IMAGE_LEFT_OUT if reason.what.startswith("images") else reason
-        self.note(counted, f"{one}: {brief(one.box)}" if reason is Rule.UNUSABLE else one)
+        self.note(counted, f"{one}: {shown(one.box)}" if reason is Rule.UNUSABLE else one)
 
 
 @dataclass

@@ -20,12 +20,13 @@ from ruamel.yaml.error import YAMLError
 
 from learner.config.yaml12 import dump_mapping
 from learner.data.coco import pixel_xywh
-from learner.data.jsonl import bounding_box, brief, read_text
+from learner.data.jsonl import bounding_box, read_text
 from learner.data.records import Account, Annotation, Picture, Rule, Source
 from learner.runs.atomic_files import publish_directory, writing
 from learner.stages.coords import decode_bin
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 DATA_YAML = "data.yaml"
 _SPLITS = ("train", "val", "test")
@@ -78,7 +79,7 @@ def _mapping(file: Path) -> dict[str, Any]:
             str(file), f"it is no YAML ({' '.join(str(error).split())})", do
         ) from error
     if not isinstance(mapping, dict):
-        raise ContractError(str(file), f"it holds {brief(mapping)}", do)
+        raise ContractError(str(file), f"it holds {shown(mapping)}", do)
     if "kpt_shape" in mapping:
         found = "the labels have key points"
         raise ContractError(f"{file}: kpt_shape", found, "Only boxes and polygons are read.")
@@ -91,12 +92,16 @@ def _class_names(file: Path, mapping: dict[str, Any]) -> dict[int, Any]:
         return dict(enumerate(names))
     if not isinstance(names, dict) or not all(str(i).isdecimal() for i in names):
         do = "List the names of the classes, or map 0, 1, ... to them."
-        raise ContractError(f"{file}: names", f"it is {brief(names)}", do)
+        raise ContractError(f"{file}: names", f"it is {shown(names)}", do)
     return {int(index): name for index, name in names.items()}
 
 
 def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[Path]:
-    places = {name: _as_list(mapping[name]) for name in _SPLITS if mapping.get(name)}
+    splits = {name: mapping[name] for name in _SPLITS if mapping.get(name)}
+    places = {
+        name: [str(place) for place in (value if isinstance(value, list) else [value])]
+        for name, value in splits.items()
+    }
     if split is None:
         if len(set(map(tuple, places.values()))) > 1:
             found = f"{file} has {', '.join(places)}"
@@ -114,10 +119,6 @@ def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[
             do = "Name a folder of images, or a list of them."
             raise ContractError(f"{file}: {split}", f"{root / place} is not there", do)
         yield from _of_folder(images) if images.is_dir() else _of_list(images)
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
 def _of_folder(folder: Path) -> Iterator[Path]:

@@ -22,10 +22,8 @@ from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, t
 from shared_contracts.machine import (
     CUDA_VISIBLE,
     GPU_DEVICES,
-    IDLE_MIB,
     GpuUse,
     available_ram,
-    in_gib,
     query_gpu_use,
     visible_gpus,
 )
@@ -158,16 +156,8 @@ def check_gpus(
 
 def check_unused(gpus: Sequence[int], use: GpuUse) -> None:
     """Raise ContractError if another process uses one of `gpus`."""
-    for gpu in use.gpus:
-        holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
-        found = f"GPU {gpu.index} is used by {' and '.join(map(str, holders))}"
-        if not holders:
-            found = (
-                f"{in_gib(gpu.used_mib)} of GPU {gpu.index} are used by a process that cannot "
-                "be seen from here, such as one in another container"
-            )
-        if gpu.index in gpus and (holders or gpu.used_mib > IDLE_MIB):
-            raise ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
+    for _, found in use.faults(gpus):
+        raise ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
 
 
 def fit_gpus(settings: ServerSettings, use: GpuUse) -> ServerSettings:

@@ -161,7 +161,9 @@ class Pushes:
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
         """Check the manifest, drain and pause every engine, and prepare the workers to load."""
         async with self._phase("start", body.attempt):
-            self._require_group("start")
+            if not self._formed:
+                found = "a replica has left the weight group; /init_communicator/ comes first"
+                raise refusal("weight-update-order", found, "start")
             engines = self._engines.all()
             self._check_version(body.version)
             expected = await asyncio.to_thread(self._expected)
@@ -414,11 +416,6 @@ class Pushes:
             found = f"{self.owner.learner or 'a newer learner'} has taken this server over"
             raise refusal("taken-over", found, "attempt")
         return self.owner
-
-    def _require_group(self, phase: str) -> None:
-        if not self._formed:
-            found = "a replica has left the weight group; /init_communicator/ comes first"
-            raise refusal("weight-update-order", found, phase)
 
     def _require_update(self, phase: str) -> StartWeightUpdate:
         if self._update is None:

@@ -22,10 +22,8 @@ from learner.training.server_checks import spread
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import (
     CUDA_VISIBLE,
-    IDLE_MIB,
     GpuUse,
     available_ram,
-    in_gib,
     installed_versions,
     query_gpu_use,
     visible_gpus,
@@ -96,17 +94,9 @@ class MachineChecks:
 
 def check_use(visible: Sequence[int], use: GpuUse | None) -> None:
     """Raise `Caution` for GPUs of the learner that other processes use."""
-    if use is None:
-        return
-    used = []
-    for gpu in use.gpus:
-        holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
-        if gpu.index in visible and (holders or gpu.used_mib > IDLE_MIB):
-            by = " and ".join(map(str, holders)) or "a process that cannot be seen from here"
-            found = f"{in_gib(gpu.used_mib)} of {in_gib(gpu.total_mib)} are used by {by}"
-            do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
-            used.append(ContractError(f"GPU {gpu.index}", found, do))
-    if used:
+    do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
+    faults = [] if use is None else use.faults(visible)
+    if used := [ContractError(f"GPU {index}", found, do) for index, found in faults]:
         raise Caution(used)
 
 
