@@ -124,14 +124,8 @@ class Problem(BaseModel):
     ) -> "Problem":
         """Build the problem of a `kind` in `PROBLEM_TITLES`."""
         status, title = PROBLEM_TITLES[kind]
-        return cls(
-            type=f"urn:rollmatch:{kind}",
-            title=title,
-            status=status,
-            detail=detail,
-            where=where,
-            errors=errors,
-        )
+        name = f"urn:rollmatch:{kind}"
+        return cls(type=name, title=title, status=status, detail=detail, where=where, errors=errors)
 
     @property
     def kind(self) -> str:

@@ -26,14 +26,11 @@ def read_chain(
     while "extends" in mappings[-1]:
         parent = _extended(chain[-1], mappings[-1]["extends"])
         if not os.path.isfile(parent):  # False without permission
-            raise ContractError(
-                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
-            )
+            found = f"there is no file {parent}"
+            raise ContractError(f"{chain[-1]}: extends", found, "Correct the path")
         if parent.resolve() in [known.resolve() for known in chain]:
-            circle = " -> ".join(map(str, [*chain, parent]))
-            raise ContractError(
-                f"{chain[-1]}: extends", f"the chain is a circle: {circle}", "Break the circle"
-            )
+            found = f"the chain is a circle: {' -> '.join(map(str, [*chain, parent]))}"
+            raise ContractError(f"{chain[-1]}: extends", found, "Break the circle")
         chain.append(parent)
         mappings.append(read(parent))
     return chain, mappings

@@ -132,7 +132,7 @@ def uuids_of(gpus: Sequence[int], use: GpuUse | None) -> list[str]:
 
 def parse_gpus(text: str) -> list[GpuMemory]:
     """Parse lines such as `0, GPU-6f1c, 1024, 81559` (MiB). Raises ValueError for others."""
-    rows = [[field.strip() for field in line.split(",")] for line in _lines(text)]
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return [GpuMemory(int(i), uuid, int(used), int(total)) for i, uuid, used, total in rows]
 
 
@@ -142,7 +142,7 @@ def parse_processes(text: str) -> list[GpuProcess]:
     The name may hold commas; the memory may be `[N/A]`. Raises ValueError for others.
     """
     processes = []
-    for line in _lines(text):
+    for line in text.splitlines():
         uuid, pid, rest = line.split(",", maxsplit=2)
         name, _, memory = rest.rpartition(",")
         used = int(memory) if memory.strip().isdecimal() else None
@@ -174,19 +174,11 @@ def in_gib(mib: int) -> str:
     return f"{mib / 1024:.1f} GiB"
 
 
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
-
-
 def _query(program: str, query: str) -> str:
-    done = subprocess.run(
-        [program, query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=QUERY_TIMEOUT_S,
-    )
-    return done.stdout
+    command = [program, query, "--format=csv,noheader,nounits"]
+    return subprocess.check_output(
+        command, stderr=subprocess.PIPE, text=True, timeout=QUERY_TIMEOUT_S
+    ).strip()
 
 
 _ANY_PORT = 9

@@ -105,9 +105,8 @@ class ServerConfig(StrictModel):
         if len(set(urls)) < len(urls):
             raise Refusal("a base_url is listed twice", "List every server once")
         if len(set(groups)) < len(groups):
-            raise Refusal(
-                "two servers of one host have the same group_port", "Give each its own group_port"
-            )
+            found = "two servers of one host have the same group_port"
+            raise Refusal(found, "Give each its own group_port")
         return servers
 
     @field_validator("infer_timeout_s")

@@ -124,9 +124,8 @@ def given_token(
     Raises ContractError for a token that a header cannot contain, an unreadable file, and two
     different tokens.
     """
-    tokens = {
-        where: _read(path, where) for where, path in given_token_files(environment, option).items()
-    }
+    files = given_token_files(environment, option)
+    tokens = {where: _read(path, where) for where, path in files.items()}
     value = environment.get(TOKEN_VARIABLE)
     if value is not None and (refuse_empty or value.strip()):
         tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
@@ -135,9 +134,8 @@ def given_token(
     (where, token), *others = tokens.items()
     for other, value in others:
         if value != token:
-            raise ContractError(
-                where, f"it holds another token than {other}", "Give one of the two"
-            )
+            found = f"it holds another token than {other}"
+            raise ContractError(where, found, "Give one of the two")
     return token
 
 
@@ -155,9 +153,8 @@ def _read(path: Path, where: str) -> str:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ContractError(
-            where, f"{path} cannot be read ({reason})", "Name a readable text file"
-        ) from None
+        found = f"{path} cannot be read ({reason})"
+        raise ContractError(where, found, "Name a readable text file") from None
     return _checked(content, where)
 
 
@@ -165,9 +162,8 @@ def _checked(text: str, where: str) -> str:
     """Return the token without surrounding white space; raises ContractError if it is invalid."""
     token = text.strip()
     if not token:
-        raise ContractError(
-            where, "the token is empty", "Write a token, such as 32 random characters"
-        )
+        do = "Write a token, such as 32 random characters"
+        raise ContractError(where, "the token is empty", do)
     if not all("!" <= letter <= "~" for letter in token):
         found = "the token has white space or other characters that a header cannot have"
         raise ContractError(where, found, "Use letters and digits")

@@ -132,18 +132,13 @@ def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Hom
 
 @dataclass
 class _Spot:
-    """The place of a fault.
+    """The place of a fault."""
 
-    path: dotted, with list indices. annotation: type at the path; None for an unknown key.
-    owner: the model of the last key. union: the union that contains `owner`. description: of the
-    field at the path.
-    """
-
-    path: str
-    annotation: Any
-    owner: type[BaseModel] | None = None
-    union: tuple[type[BaseModel], ...] = ()
-    description: str = ""
+    path: str  # dotted, with list indices
+    annotation: Any  # type at the path; None for an unknown key
+    owner: type[BaseModel] | None = None  # the model of the last key
+    union: tuple[type[BaseModel], ...] = ()  # the union that contains `owner`
+    description: str = ""  # of the field at the path
 
 
 def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spot:
@@ -227,11 +222,8 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
         case "extra_forbidden":
             return _unknown_key(spot, str(item["loc"][-1]), homes)
         case "missing":
-            return ContractError(
-                spot.path,
-                "this key is required and missing",
-                f"Set it: {spot.description}" if spot.description else "Set it",
-            )
+            do = f"Set it: {spot.description}" if spot.description else "Set it"
+            return ContractError(spot.path, "this key is required and missing", do)
         case "union_tag_not_found":
             where = joined(spot.path, context["discriminator"].strip("'"))
             members = models_of_union(bare_type(spot.annotation))
@@ -239,9 +231,8 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
             return ContractError(where, "this key is required and missing", f"Use one of: {known}")
         case "union_tag_invalid":
             where = joined(spot.path, context["discriminator"].strip("'"))
-            return ContractError(
-                where, f"'{context['tag']}' is not known", f"Use one of: {context['expected_tags']}"
-            )
+            do = f"Use one of: {context['expected_tags']}"
+            return ContractError(where, f"'{context['tag']}' is not known", do)
         case "literal_error":
             return ContractError(spot.path, _refused(item), f"Use {context['expected']}")
         case "value_error" if isinstance(context["error"], Refusal):
@@ -270,13 +261,9 @@ def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
     assert spot.owner is not None
     for member in spot.union:
         if key in member.model_fields:
-            return ContractError(
-                spot.path,
-                f"this key belongs to '{tag_of(member).value}' only",
-                f"Remove it from '{tag_of(spot.owner).value}'",
-            )
-    do = _advice(key, list(spot.owner.model_fields), homes)
-    return ContractError(spot.path, "unknown key", do)
+            found = f"this key belongs to '{tag_of(member).value}' only"
+            return ContractError(spot.path, found, f"Remove it from '{tag_of(spot.owner).value}'")
+    return ContractError(spot.path, "unknown key", _advice(key, [*spot.owner.model_fields], homes))
 
 
 def _advice(key: str, known: list[str], homes: _Homes) -> str:

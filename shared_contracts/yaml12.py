@@ -33,9 +33,8 @@ def read_document(path: Path, yaml: Any) -> Document:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ContractError(
-            str(path), f"cannot be read ({error.strerror})", "Give the path of a YAML file"
-        ) from error
+        found = f"cannot be read ({error.strerror})"
+        raise ContractError(str(path), found, "Give the path of a YAML file") from error
     except UnicodeDecodeError as error:
         raise ContractError(str(path), "is not UTF-8 text", "Give a YAML file") from error
     return parse_document(path, text, yaml)
@@ -56,13 +55,11 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
     except (yaml.error.YAMLError, ValueError, OverflowError) as error:
         raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
     except RecursionError:
-        raise ContractError(
-            str(path), "is nested too deep", f"Write it with at most {_MOST_LEVELS} levels"
-        ) from None
+        do = f"Write it with at most {_MOST_LEVELS} levels"
+        raise ContractError(str(path), "is nested too deep", do) from None
     if not isinstance(value, dict):
-        raise ContractError(
-            str(path), "does not hold a mapping", "Start it with sections such as `model:`"
-        )
+        do = "Start it with sections such as `model:`"
+        raise ContractError(str(path), "does not hold a mapping", do)
     return Document(value, lines)
 
 
