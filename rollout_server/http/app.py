@@ -143,29 +143,29 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/health/", responses=problem_responses(*PROBE_PROBLEMS))
     async def health() -> Health:
-        """200 if every replica can answer; a call during a push waits."""
+        """Answer 200 if every replica can answer; a call during a push waits."""
         return pool.health()
 
     @app.get("/live/")
     async def live() -> Live:
-        """200 while the event loop runs, with the age of each engine's heartbeat."""
+        """Answer 200 while the event loop runs, with the age of each engine's heartbeat."""
         return pool.live()
 
 
 def _add_reads(calls: APIRouter, pool: Pool) -> None:
     @calls.get("/get_world_size/")
     async def get_world_size() -> WorldSize:
-        """Number of engine workers of all replicas."""
+        """Return the number of engine workers of all replicas."""
         return pool.world_size()
 
     @calls.get("/info/")
     async def info() -> Info:
-        """Model, weights, replicas and versions of this server, also while its engines start."""
+        """Return model, weights, replicas and versions, also while engines start."""
         return pool.info()
 
     @calls.get("/metrics/", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
-        """Counters, seconds and gauges in Prometheus' text format."""
+        """Return counters, seconds and gauges in Prometheus' text format."""
         return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -184,7 +184,7 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         envelope: Annotated[bool, Query()] = True,
         rollout_envelope: Annotated[bool, Header()] = True,
     ) -> Response:
-        """One rollout per request, in order.
+        """Return one rollout per request, in order.
 
         `?envelope=0`, or the header `Rollout-Envelope: 0`, gives the responses without `coordexp`.
         """
