@@ -70,7 +70,7 @@ def find_corners(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
     backward = sum(c < a or d < b for a, b, c, d in boxes)
     if backward <= _FAULTY * len(boxes):
         return "xyxy", f"the third number is below the first in {backward} of {len(boxes)}"
-    return "xywh", f"as two corners, {backward} of {len(boxes)} would end before they begin"
+    return "xywh", f"as two corners, {backward} of {len(boxes)} would be reversed"
 
 
 def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale | None, str]:
@@ -103,6 +103,6 @@ def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale |
         found = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
         return "0..1000", f"{found}: this is Qwen3-VL's scale"
     return None, (
-        f"{len(boxes):,} boxes do as pixels and as parts of their images: the largest number is "
-        f"{largest:g}, and {outside:,} boxes leave their images as pixels"
+        f"{len(boxes):,} boxes fit as pixels and as parts of their images: the largest number is "
+        f"{largest:g}, and {outside:,} boxes are outside of their images as pixels"
     )

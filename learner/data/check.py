@@ -102,13 +102,13 @@ def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
         do = f"Multiply them by {MAX_BIN}: bin k is k/{MAX_BIN} of the width or height."
         yield _warning("fractions", where, found, do)
     elif scale == "pixels":
-        found = f"the {len(objects)} objects lie where they would as pixels of their images"
+        found = f"the {len(objects)} objects are plausible as pixels of their images"
         do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data look --out`."
         yield _warning("pixels", where, found, do)
     elif _QUARTER ** len(boxes) < _UNLIKELY and all(
         x1 + x2 <= MAX_BIN and y1 + y2 <= MAX_BIN for x1, y1, x2, y2 in boxes
     ):
-        found = f"all of {len(boxes)} boxes stay in their images as x, y, width, height"
+        found = f"all {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
         yield _warning("x, y, width, height", where, found, do)
 

@@ -332,7 +332,7 @@ def _fit(
             return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
         if shape.servers:
             break
-    return faults[0].found if faults else "the learner keeps all of it beside its server"
+    return faults[0].found if faults else "the learner leaves no memory for its server"
 
 
 class Writer:

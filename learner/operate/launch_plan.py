@@ -176,7 +176,7 @@ def _bind(held: ExitStack, where: str, host: str, port: int) -> str:
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)
         why = error.strerror if is_name else os.strerror(error.errno or 0)
-        found = f"{host}:{port} cannot be listened at ({why})"
+        found = f"{host}:{port} cannot be bound ({why})"
         raise ContractError(where, found, _ELSEWHERE) from None
     address: str = listening.getsockname()[0]
     return address

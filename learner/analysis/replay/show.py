@@ -111,7 +111,7 @@ def _details(
     yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
     yield _objects(assessed)
     yield _truths(assessed)
-    title = "What is taught"
+    title = "Target"
     if assessed.target is None:
         left_out = f"nothing, the answer is left out: {assessed.left_out}"
         yield _named(title, ("", left_out))

@@ -153,7 +153,7 @@ def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers])
         rows.append([truth or "nothing", predicted or "missed", f"{count:,}", share])
     lead = "The share is of the annotated objects; for false positives, of the predictions."
     if not rows:
-        lead = "No object was missed, made up, or given a wrong description."
+        lead = "There are no missed objects, false positives or wrong descriptions."
     table = Table("", ["there", "answered", "#objects", "#share"], rows[:MOST_MISTAKES])
     title = "Most frequent mistakes"
     return Section("confusion", title, lead, tables=[table] if rows else [])
