@@ -1,6 +1,6 @@
-"""`rollout-server`: options in, a running server or a three-part error out.
+"""The command `rollout-server`.
 
-`--help` loads nothing that takes long. FastAPI and torch are imported after the checks.
+Slow imports come late: FastAPI and torch after the checks, and none for `--help`.
 """
 
 import inspect
@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP_OPTIONS,
-    rich_markup_mode=None,  # rich takes a third of the time of `--help`
+    rich_markup_mode=None,  # rich slows `--help` down by half
 )
 
 
@@ -75,5 +75,5 @@ def serve(
 
 
 def main() -> None:
-    """Console entry: a broken contract is a three-part message and exit code 2."""
+    """Run the command line (see `run_program`)."""
     run_program(without_flag_types(typer.main.get_command(app)))

@@ -1,11 +1,11 @@
-"""Run the server: the port answers at once, and the engines start in the background.
+"""Run the server: the port is open at once, and the engines start in the background.
 
 `/live/` answers 200 from the start; `/health/` and `/infer/` answer 503 until every engine is
-ready. If an engine cannot be built at the start, or not within `start_seconds`, the process ends
-with exit code 1; if its repeat guard is not active, with 2.
+ready. The process ends with exit code 1 if an engine cannot be built within `start_seconds`, and
+with 2 if its repeat guard is not active.
 
-SIGTERM closes the port. Running calls have `grace_seconds` to finish, and then get a problem as
-their answer. Then every child process is ended.
+SIGTERM closes the port. Calls that are still running after `grace_seconds` are answered with a
+problem. Then all child processes are ended.
 """
 
 import asyncio
@@ -38,23 +38,20 @@ from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# For sending the answers of calls that the pool has ended.
+# Time to send the answers of calls that the pool has ended.
 ANSWERS_S = 3
 
 
 def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
-    A SIGINT that the process inherited as ignored stays ignored.
-
-    Logging (`set_up_logging`) and the environment of the engine (`engines.vllm.environment`) are
-    set up before. If an engine cannot start, the process prints the reason and ends with exit code
-    1 or 2.
+    SIGINT stays ignored if the parent ignored it. The caller has set up logging (`set_up_logging`)
+    and the environment (`engines.vllm.environment`).
     """
     if settings.log_format == "json":
         take_over_torch()
-    # uvicorn replaces these handlers while it runs, and raises its signal again at its end.
-    # Nothing runs before, and nothing after.
+    # For the time before uvicorn's own handlers, and for the signal that uvicorn raises again at
+    # its end.
     for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
     pool = Pool(settings)
@@ -89,8 +86,8 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
         ws="none",
         log_config=None,
         access_log=False,
-        # A learner trains for more than uvicorn's 5 s between two calls. A connection that the
-        # server closes then can meet the next call.
+        # A learner trains longer than uvicorn's 5 s between two calls, and a close by the server
+        # can collide with the next call.
         timeout_keep_alive=3600,
         # The pool ends its own calls after `grace_seconds`.
         timeout_graceful_shutdown=round(settings.grace_seconds) + ANSWERS_S,
@@ -101,7 +98,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 
 
 def print_failure(failure: Exception, settings: ServerSettings) -> int:
-    """Print why an engine could not start; return the exit code."""
+    """Print the failure of an engine's start; return the exit code."""
     reason = " ".join(str(failure).split())
     error = (
         ContractError("repeat_terminate", reason, ACTIVATION)
@@ -115,9 +112,9 @@ def print_failure(failure: Exception, settings: ServerSettings) -> int:
 
 
 def _collect_garbage_less() -> None:
-    """Exclude the objects that exist now from garbage collection, and collect less often.
+    """Exclude existing objects from garbage collection, and collect less often.
 
-    A full collection stops the event loop for 0.4 s. A call of thousands of requests causes
+    A full collection stops the event loop for 0.4 s; a call of thousands of requests causes
     several.
     """
     gc.collect()
@@ -126,10 +123,10 @@ def _collect_garbage_less() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without destructors; its children that are left are of unfinished builds.
+    """Kill the remaining children (of unfinished builds), and end the process without destructors.
 
-    Destructors of vLLM take seconds. That of an incomplete AsyncLLM can run in a thread of its own
-    pool, and then waits for that thread for ever.
+    vLLM's destructors take seconds. That of an incomplete AsyncLLM can wait for its own thread for
+    ever.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -139,7 +136,7 @@ def _leave(code: int) -> NoReturn:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends running calls `grace_seconds` after the signal to stop."""
+    """A uvicorn server that ends running calls `grace_seconds` after the stop signal."""
 
     def __init__(self, config: uvicorn.Config, pool: Pool, grace_seconds: float) -> None:
         super().__init__(config)
@@ -148,7 +145,7 @@ class DrainingServer(uvicorn.Server):
         self._ignores_interrupts = ignores_interrupts()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; uvicorn's handler of SIGTERM and SIGINT."""
+        """Handle SIGTERM and SIGINT, unless SIGINT is ignored."""
         if sig != signal.SIGINT or not self._ignores_interrupts:
             super().handle_exit(sig, frame)
 

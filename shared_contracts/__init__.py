@@ -1,4 +1,4 @@
-"""What the rollout server and the learner agree on.
+"""Contracts between the rollout server and the learner.
 
 Imports pydantic and the standard library only (ARCH-01).
 """

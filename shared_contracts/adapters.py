@@ -1,4 +1,4 @@
-"""Folders of checkpoints, and of peft adapters, each over the checkpoint that it names."""
+"""Folders of checkpoints, and of peft adapters with their base checkpoints."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ ADAPTER = "adapter_config.json"
 
 
 def checkpoint_chain(folder: Path, where: str) -> list[Path]:
-    """`folder`, what it is an adapter over, and so on; the last is no adapter.
+    """Return the folder, its base checkpoint, and so on; the last is no adapter.
 
-    Raises ContractError, about `where`, for an adapter that names no checkpoint here.
+    Raises ContractError at `where` for an adapter without a base checkpoint on this machine.
     """
     chain = [folder]
     while (file := chain[-1] / ADAPTER).is_file():
@@ -19,7 +19,7 @@ def checkpoint_chain(folder: Path, where: str) -> list[Path]:
             base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
             over = Path(base)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            found = f"{file} does not say what the adapter is over ({error!r})"
+            found = f"{file} does not name the base checkpoint ({error!r})"
             raise ContractError(where, found, "Save the adapter again with peft") from error
         if not over.is_dir() or over in chain:
             found = f"{chain[-1]} is an adapter over {base}, which is no other folder here"
@@ -30,13 +30,13 @@ def checkpoint_chain(folder: Path, where: str) -> list[Path]:
 
 
 def folder_with(folder: Path, name: str, where: str) -> Path:
-    """The first of `checkpoint_chain` that has the file; `folder` where none has."""
+    """Return the first folder of `checkpoint_chain` with the file; `folder` if none has it."""
     chain = checkpoint_chain(folder, where)
     return next((each for each in chain if (each / name).is_file()), folder)
 
 
 def weight_files(folder: Path, where: str) -> list[Path]:
-    """The `*.safetensors` of a checkpoint; raises ContractError, about `where`, if it has none."""
+    """Return the `*.safetensors` of a checkpoint; raises ContractError at `where` without any."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         found = f"{folder} holds no *.safetensors file"

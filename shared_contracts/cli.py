@@ -1,4 +1,4 @@
-"""What both commands share: their version, their help, what they print, and how they end."""
+"""Common parts of both command-line programs: version, help, printed errors, exit codes."""
 
 import atexit
 import os
@@ -14,22 +14,19 @@ from shared_contracts.machine import BY_BUS, CUDA_ORDER
 DISTRIBUTION = "rollmatch"
 BAD_INPUT = 2
 RUN_FAILED = 1
-# For typer: `-h` wherever `--help` is.
+# Typer settings: `-h` as well as `--help`.
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 def print_version(wanted: bool) -> None:
-    """Callback of `--version`: print that of the installed distribution, and end."""
+    """Callback of `--version`: print the version of the installed distribution, and exit."""
     if wanted:
         print(DISTRIBUTION, version(DISTRIBUTION))
         sys.exit()
 
 
 def without_flag_types(command: Any, parent: Any = None) -> Any:
-    """The same command of typer; its help, and that of all below it, shows no type for a flag.
-
-    Typer prints `<bool>` there, as if a flag took a value.
-    """
+    """Return a typer command without `<bool>` for flags in the help of it and its subcommands."""
     context = command.context_class(command, parent=parent, **command.context_settings)
     for parameter in command.get_params(context):
         if getattr(parameter, "is_flag", False):
@@ -42,12 +39,11 @@ def without_flag_types(command: Any, parent: Any = None) -> Any:
 def run_program(app: Callable[[], object]) -> None:
     """Run a command-line app as the whole of this process (see `run_cli`).
 
-    The process ends as soon as everything registered with `atexit` after this call has run. A
-    daemon thread that still computes would otherwise abort or block the end of the interpreter:
-    it needs the interpreter's lock, and native code cannot lose its thread.
+    The process exits with `os._exit` after the `atexit` functions that were registered after this
+    call. Otherwise, a daemon thread in native code could abort or block the interpreter's end.
 
-    CUDA counts GPUs as nvidia-smi and the driver's folder do. SIGTERM ends the process. SIGINT
-    (Ctrl-C) does too, unless the process inherited it as ignored (see `ignores_interrupts`).
+    CUDA numbers GPUs as nvidia-smi does. SIGTERM ends the process. SIGINT (Ctrl-C) does too, unless
+    the parent ignored it (see `ignores_interrupts`).
     """
     os.environ[CUDA_ORDER] = BY_BUS
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also if it was inherited as ignored
@@ -82,15 +78,15 @@ def _report_unraisable(lost: "sys.UnraisableHookArgs") -> None:
 
 
 def ignores_interrupts() -> bool:
-    """Whether this process ignores SIGINT, as `nohup` and a script's `&` make a child do."""
+    """Return whether this process ignores SIGINT, as children of `nohup` and a script's `&` do."""
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def run_cli(app: Callable[[], object]) -> None:
-    """Run a command-line app; these errors are printed without a traceback.
+    """Run a command-line app; print its errors on stderr without a traceback.
 
-    A ContractError is three lines on stderr and exit code 2, and so is a file that this user may
-    not access. A RunError is one line and exit code 1.
+    A ContractError or PermissionError gives three lines and exit code 2; a RunError gives one line
+    and exit code 1.
     """
     try:
         try:
@@ -105,7 +101,7 @@ def run_cli(app: Callable[[], object]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The text of an error, or of each of several: three lines of a ContractError."""
+    """Return the text of an error; a ContractError has three lines for each of its `errors`."""
     if not isinstance(error, ContractError):
         return printable(f"error: {error}", lines=True)
     message = "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in error.errors)
@@ -113,14 +109,14 @@ def describe(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """What a process that cannot go on because of `error` ends with."""
+    """Return the exit code for an error."""
     return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED
 
 
 def printable(text: object, *, lines: bool = False, most: int | None = None) -> str:
-    r"""What would steer the terminal or is not seen, as Python writes it: `\x1b`, `\t`, `\u200b`.
+    r"""Return text with escapes for characters that are not printable: `\x1b`, `\t`, `\u200b`.
 
-    lines: ends of lines stay. most: so many characters of the text are shown; None: all.
+    lines: keep newlines. most: largest number of characters; None: no limit.
     """
     text = str(text)
     if most is not None and len(text) > most:

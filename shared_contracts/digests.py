@@ -1,7 +1,7 @@
-"""The digest of a bucket, which both sides of a push compute (SYNC-06).
+"""The digest of a bucket, computed on both sides of a push (SYNC-06).
 
-This module imports no array library: `digest` works on any array of signed 64-bit integers whose
-arithmetic wraps around, such as torch's.
+This module imports no array library: `digest` accepts any array of signed 64-bit integers with
+wrap-around arithmetic, such as torch's.
 """
 
 from typing import Any, TypeAlias
@@ -12,14 +12,14 @@ _WIDTH = 4096
 
 
 def positions_of(words: int) -> int:
-    """Return the length of the `positions` that a digest of so many words needs."""
+    """Return the smallest length of `positions` for a digest of `words` words."""
     return max(_WIDTH, words // _WIDTH)
 
 
 def digest(words: Int64Array, positions: Int64Array) -> Int64Array:
     """Return sum(words[i] * (2 * i + 1)) modulo 2**64, at about the speed of memory.
 
-    A changed bit changes the sum, because each multiplier is odd. So do words that trade places.
+    A changed bit changes the sum, because each multiplier is odd. Exchanged words change it, too.
 
     words: (N,). positions: 0, 1, 2, ... with at least `positions_of(N)` entries.
     """

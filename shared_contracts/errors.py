@@ -1,11 +1,11 @@
-"""Errors both programs speak.
+"""Errors of both programs.
 
-    ContractError        a person gave something wrong; exit code 2 (three parts)
-    RunError             what was running cannot go on; exit code 1 (one line)
-      ProblemError       an RFC 9457 problem document: raised where a server refuses,
-                         and again where a client reads that answer
+    ContractError        invalid input; three parts; exit code 2
+    RunError             a run cannot continue; one line; exit code 1
+      ProblemError       an RFC 9457 problem document: raised by a server that refuses a call, and
+                         by the client that reads the answer
 
-`Problem` is the one shape of every HTTP error (WIRE-05).
+Every HTTP error is a `Problem` (WIRE-05).
 """
 
 from collections.abc import Callable
@@ -45,11 +45,9 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
 
 
 class ContractError(Exception):
-    """Input that breaks the contract, found before anything expensive starts.
+    """Invalid input, found before anything expensive starts.
 
-    where: dotted path, file and line, or endpoint it is about.
-    found: what was there.
-    do: what to do instead.
+    where: dotted path, file and line, or endpoint. found: the fault. do: the remedy.
     """
 
     def __init__(self, where: str, found: str, do: str) -> None:
@@ -60,7 +58,7 @@ class ContractError(Exception):
 
     @property
     def errors(self) -> list["ContractError"]:
-        """This error, or those that it stands for."""
+        """This error, or all errors of a `ContractErrors`."""
         return [self]
 
     def __str__(self) -> str:
@@ -68,7 +66,7 @@ class ContractError(Exception):
 
 
 class ContractErrors(ContractError):
-    """Several contract errors found in one look; reported together."""
+    """Several contract errors, reported together."""
 
     def __init__(self, errors: list[ContractError]) -> None:
         assert errors
@@ -91,7 +89,7 @@ class CheckErrors:
         self.errors: list[ContractError] = []
 
     def of(self, check: Callable[[], T]) -> T | None:
-        """Return what `check` returns, or None where it raises a ContractError, which is kept."""
+        """Return the result of `check`; None if it raises a ContractError, which is collected."""
         try:
             return check()
         except ContractError as error:
@@ -126,23 +124,17 @@ class Problem(BaseModel):
     ) -> "Problem":
         """Build the problem of a `kind` in `PROBLEM_TITLES`."""
         status, title = PROBLEM_TITLES[kind]
-        return cls(
-            type=f"urn:rollmatch:{kind}",
-            title=title,
-            status=status,
-            detail=detail,
-            where=where,
-            errors=errors,
-        )
+        name = f"urn:rollmatch:{kind}"
+        return cls(type=name, title=title, status=status, detail=detail, where=where, errors=errors)
 
     @property
     def kind(self) -> str:
-        """The word of `PROBLEM_TITLES` it was built of."""
+        """The key of `PROBLEM_TITLES`."""
         return self.type.rpartition(":")[2]
 
 
 class RunError(Exception):
-    """What was running cannot go on, for a reason outside of this program."""
+    """A run cannot continue, for a reason outside of this program."""
 
 
 class ProblemError(RunError):

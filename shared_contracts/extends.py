@@ -1,7 +1,7 @@
-"""Paths and `extends: FILE` in a training YAML, alike for the learner and the server (CFG-04).
+"""Paths and `extends: FILE` in a training YAML, for learner and server (CFG-04).
 
-Mappings merge key by key, everything else is replaced whole. The named file is relative to
-the one that names it. Callers pass the function that reads a file.
+Mappings merge key by key; other values are replaced. FILE is relative to the extending file.
+Callers pass the function that reads a file.
 """
 
 import os
@@ -17,31 +17,27 @@ from shared_contracts.strict_model import Refusal, shown
 def read_chain(
     path: Path, read: Callable[[Path], dict[str, Any]]
 ) -> tuple[list[Path], list[dict[str, Any]]]:
-    """The file and the files it extends, one after another, and their mappings as written.
+    """Return the file and the files that it extends, in this order, and their raw mappings.
 
     Raises:
-        ContractError: `extends` is no file, or the chain is a circle; and whatever `read`
-            raises.
+        ContractError: `extends` is no file, or the chain is a circle; and the errors of `read`.
     """
     chain, mappings = [path], [read(path)]
     while "extends" in mappings[-1]:
         parent = _extended(chain[-1], mappings[-1]["extends"])
-        if not os.path.isfile(parent):  # which is false where nobody may look
-            raise ContractError(
-                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
-            )
+        if not os.path.isfile(parent):  # False without permission
+            found = f"there is no file {parent}"
+            raise ContractError(f"{chain[-1]}: extends", found, "Correct the path")
         if parent.resolve() in [known.resolve() for known in chain]:
-            shown = " -> ".join(str(known) for known in [*chain, parent])
-            raise ContractError(
-                f"{chain[-1]}: extends", f"the chain is a circle: {shown}", "Break the circle"
-            )
+            found = f"the chain is a circle: {' -> '.join(map(str, [*chain, parent]))}"
+            raise ContractError(f"{chain[-1]}: extends", found, "Break the circle")
         chain.append(parent)
         mappings.append(read(parent))
     return chain, mappings
 
 
 def merge_chain(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One mapping of a chain's: each on top of the ones after it, without `extends`."""
+    """Merge the mappings of a chain, without `extends`; earlier ones override later ones."""
     merged: dict[str, Any] = {}
     for mapping in reversed(mappings):
         merged = merge(merged, {k: v for k, v in mapping.items() if k != "extends"})
@@ -49,7 +45,7 @@ def merge_chain(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge(mapping: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A new mapping: mappings merge key by key, everything else is replaced whole."""
+    """Return a new mapping; nested mappings merge key by key, other values are replaced."""
     merged = dict(mapping)
     for key, value in overrides.items():
         below = merged.get(key)
@@ -70,9 +66,9 @@ _VARIABLE = re.compile(r"\$\{\w*\}?|(?:^|/)\$\w")
 
 
 def written_path(value: Any) -> Path:
-    """The path that is written: a leading `~` or `~user` is a home folder, `${VAR}` is refused.
+    """Return a path from a file; expands a leading `~` or `~user`, keeps relative paths.
 
-    Relative paths stay so. Raises Refusal.
+    Raises Refusal for other values and for variables such as `${VAR}`.
     """
     if not isinstance(value, str | Path) or not str(value).strip():
         raise Refusal(f"{shown(value)} is not a path", "Give the path of a file or folder")

@@ -1,9 +1,11 @@
-"""What a model takes of a server's memory: one arithmetic for both programs (FULL-05, FULL-06).
+"""Memory of a model on a server, computed alike in both programs (FULL-05, FULL-06).
 
-The server refuses what cannot fit by it; the learner estimates by it and derives `max_model_len`.
+The server refuses settings that do not fit; the learner makes estimates and derives
+`max_model_len`.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,24 @@ from shared_contracts.errors import ContractError
 
 MIB, GIB = 2**20, 2**30
 
-# Of a GPU, what an engine takes at most, unless it is stated: vLLM's default.
+# Largest default share of a GPU for an engine, as in vLLM.
 ENGINE_SHARE = 0.9
-# A push has two buckets at once, each as large as the largest tensor or this,
+# Smallest size of the two buckets of a push; a larger tensor has a larger bucket.
 BUCKET_BYTES = 512 * MIB
-# and its communicator (NCCL's channels and the CUDA context of the transfer).
+# NCCL's channels and the CUDA context of the transfer.
 COMMUNICATOR_BYTES = GIB
 
-# Contexts are rounded up to a multiple of it.
+# Contexts are rounded up to a multiple of this.
 CONTEXT_STEP = 256
 
 
 def cache_elements(text: Mapping[str, Any]) -> int:
-    """Elements of the KV cache of one token: a key and a value in every layer.
+    """Return the elements of one token's KV cache: a key and a value in every layer.
 
     Source: Kwon et al., "Efficient memory management for large language model serving with
     PagedAttention", SOSP 2023, section 3. text: the `text_config` of a model.
 
-    Raises LookupError, TypeError or ZeroDivisionError for a config that describes no such model.
+    Raises LookupError, TypeError or ZeroDivisionError for an incomplete config.
     """
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
@@ -40,31 +42,31 @@ def cache_elements(text: Mapping[str, Any]) -> int:
 
 
 def text_config(checkpoint: Path) -> Mapping[str, Any]:
-    """The `text_config` of a checkpoint, or of what an adapter is over; empty if it has none."""
+    """Return the `text_config` of a checkpoint or of an adapter's base; empty if unknown."""
     try:
         *_, folder = checkpoint_chain(checkpoint, "model")
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = described.get("text_config", described)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
     except (ContractError, OSError, ValueError, AttributeError):
         return {}
     return text if isinstance(text, dict) else {}
 
 
 def run_context(checkpoint: Path, prompt: int, answer: int) -> int:
-    """The `max_model_len` of a run: room for `prompt` and `answer` tokens, rounded up.
+    """Return the `max_model_len` of a run: `prompt + answer` tokens, rounded up.
 
-    At most the model's own context.
+    The result is at most the model's context.
     """
-    needed = -(-(prompt + answer) // CONTEXT_STEP) * CONTEXT_STEP
+    needed = math.ceil((prompt + answer) / CONTEXT_STEP) * CONTEXT_STEP
     own = text_config(checkpoint).get("max_position_embeddings")
     return min(needed, own) if type(own) is int and own > 0 else needed
 
 
 def engine_share(total: float, largest: float) -> float:
-    """The fraction of a GPU for an engine that leaves room for a push, in whole percent.
+    """Return the share of a GPU for an engine that leaves room for a push, in whole percent.
 
-    total: bytes of the GPU. largest: bytes of the model's largest tensor, which a push has three
-    times: in two buckets, and once while the engine's layer is put together.
+    total: bytes of the GPU. largest: bytes of the model's largest tensor, which a push holds three
+    times: in two buckets, and in the engine's new layer.
     """
     push = 2 * max(BUCKET_BYTES, largest) + largest + COMMUNICATOR_BYTES
     return max(0.01, min(ENGINE_SHARE, int(100 * (1 - push / total)) / 100))

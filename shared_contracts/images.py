@@ -1,7 +1,7 @@
-"""The image formats, and the pixels that the learner and the server see in a file (WIRE-04).
+"""Image formats, and the conversion to RGB for learner and server (WIRE-04).
 
-Both programs decode the same files with Pillow, and training is correct only if both see the same
-pixels. So the conversion to RGB is written once, here. Importing it does not import Pillow.
+Training is correct only if both programs get the same pixels from Pillow. Importing this module
+does not import Pillow.
 
     mode of Pillow                                       pixels
     1, L, P, RGB, CMYK                                   the colours, 8 bits each
@@ -26,7 +26,7 @@ _WHITE: list[float] = [255.0] * 3 * 256
 
 
 class ModeRefused(ValueError):
-    """An image that has no defined 8-bit RGB pixels; the message says why."""
+    """An image without defined 8-bit RGB pixels; the message has the reason."""
 
 
 def require_mode(image: "Image") -> None:
@@ -37,7 +37,7 @@ def require_mode(image: "Image") -> None:
 
 
 def as_rgb(image: "Image") -> "Image":
-    """Return the 8-bit RGB pixels that a model sees. Raises ModeRefused."""
+    """Return the 8-bit RGB pixels of a model's input. Raises ModeRefused."""
     require_mode(image)
     if image.mode == _GREY_16:
         image = image.convert("I").point(_HIGH_BYTES, "L")

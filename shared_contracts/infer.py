@@ -1,7 +1,7 @@
 """Bodies of `POST /infer/`, field-compatible with ms-swift 4.6 (WIRE-01, WIRE-02).
 
-ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse` are the
-model; a test holds these classes against `swift.infer_engine.protocol`.
+They follow ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse`; a test
+compares them with `swift.infer_engine.protocol`.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,13 +12,13 @@ from shared_contracts.weights import Count, Wire
 
 Role = Literal["system", "user", "assistant"]
 
-# Every fault of a call costs memory: more requests or fields are not even looked through,
-# and below a request the first bad item of a list stands for all.
+# Each fault of a call takes memory: longer calls are refused without validation of their items, and
+# `fail_fast` reports the first bad item of a list only.
 MAX_REQUESTS = 2**16
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
-# What vLLM's `SamplingParams` take; a training YAML has the same bounds.
+# Bounds of vLLM's `SamplingParams`, also for a training YAML.
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
@@ -32,7 +32,7 @@ class TextPart(Wire):
 
 
 class ImagePart(Wire):
-    """The place of an image in a message; null: the next one of `images` fills it."""
+    """An image of a message; null: the next one of `images`."""
 
     type: Literal["image"]
     image: str | None = None
@@ -49,7 +49,7 @@ class Message(Wire):
 
 
 def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise for fields ms-swift has and this server does not serve, unless empty."""
+    """Raise ValueError for fields of ms-swift that this server does not support, unless empty."""
     for name in names:
         if getattr(model, name) not in (None, False, [], {}, ""):
             raise ValueError(f"field '{name}' is not served; leave it out, null or empty")
@@ -58,9 +58,9 @@ def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
 class RolloutInferRequest(Wire):
     """One conversation to continue.
 
-    images: in the order of the image parts of `messages`; each an http(s) URL, a data
-        URL, base64 text or a path the server may read. A message whose content is text
-        may hold `<image>` marks instead of image parts.
+    images: in the order of the image parts of `messages`; each an http(s) URL, a data URL, base64
+        text or a path that the server may read. A text message can have `<image>` marks instead of
+        image parts.
     uuid: the caller's id of this request.
     """
 
@@ -90,9 +90,9 @@ class RolloutInferRequest(Wire):
 
 
 class RequestConfig(Wire):
-    """How to decode. `temperature` 0 (or null) is greedy.
+    """Decoding settings. `temperature` 0 or null is greedy.
 
-    max_tokens: null fills up to the model's context.
+    max_tokens: null: up to the model's context.
     seed: request i of a call is sampled with `seed + i`.
     logprobs: each choice has the log-probability of each of its tokens.
     """
@@ -132,9 +132,9 @@ class RequestConfig(Wire):
 class InferCall(Wire):
     """Body of `POST /infer/`.
 
-    request_id: the caller's id of this call; a second call with the same id and the same
-        body gets the answer of the first instead of generating again.
-    expected_weights_version: refuse the call unless these are the weights that answer it.
+    request_id: the caller's id of this call; a repeated call with the same id and body gets the
+        answer of the first one.
+    expected_weights_version: refuse the call unless the weights have this version.
     """
 
     infer_requests: list[RolloutInferRequest] = Field(max_length=MAX_REQUESTS)
@@ -148,7 +148,7 @@ class InferCall(Wire):
 
 
 class ChatMessage(Wire):
-    """The answer's text, in the words of chat completions."""
+    """The answer's text, as a message of chat completions."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -156,14 +156,14 @@ class ChatMessage(Wire):
     reasoning_content: None = None
 
 
-# What stands for a lower log-probability, and for one that is no number: JSON has no infinity.
+# Replaces lower log-probabilities and NaN: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
 
 class TokenLogprob(Wire):
-    """logprob: of one token, in nats, by the model's logits alone.
+    """logprob: of one token, in nats, by the model's raw logits.
 
-    Neither temperature nor penalties, top-k, top-p or the repeat guard change it.
+    Temperature, penalties, top-k, top-p and the repeat guard do not change it.
     """
 
     logprob: float = Field(ge=LEAST_LOGPROB, le=0.0)
@@ -176,7 +176,7 @@ class ChoiceLogprobs(Wire):
 
     @classmethod
     def of(cls, values: list[float]) -> "ChoiceLogprobs":
-        """Put them within bounds; NaN becomes `LEAST_LOGPROB`."""
+        """Clip log-probabilities to the bounds; NaN becomes `LEAST_LOGPROB`."""
         bounded = [min(0.0, max(LEAST_LOGPROB, value)) for value in values]
         return cls(content=[TokenLogprob(logprob=value) for value in bounded])
 
@@ -184,9 +184,9 @@ class ChoiceLogprobs(Wire):
 class Choice(Wire):
     """One of the `n` continuations of a request.
 
-    token_ids: response ids without the token that stopped, with `return_details` only.
-        A stop string is cut from the text; the ids that spell it stay.
-    logprobs: with `RequestConfig.logprobs` only.
+    token_ids: response ids without the final stop token; only with `return_details`.
+        A stop string is cut from the text, but not from the ids.
+    logprobs: only with `RequestConfig.logprobs`.
     """
 
     index: Count
@@ -207,7 +207,7 @@ class Usage(Wire):
 class ChatCompletionResponse(Wire):
     """The answer to one request.
 
-    prompt_token_ids: image placeholders expanded, with `return_details` only.
+    prompt_token_ids: with image placeholders expanded; only with `return_details`.
     """
 
     model: str
@@ -222,12 +222,11 @@ class ChatCompletionResponse(Wire):
 
 
 class RolloutStamp(Wire):
-    """What our envelope adds about one rollout (WIRE-03).
+    """Additional facts about a rollout (WIRE-03).
 
-    repeat_terminate_triggered: 1 when the repeat guard ended any choice of the rollout.
-    repeat_terminated_choices: the indices of the choices it ended.
-    weights_version: (at the start, at the end) of generation; they differ when a weight
-        update fell in between.
+    repeat_terminate_triggered: 1 if the repeat guard ended any choice of the rollout.
+    repeat_terminated_choices: the indices of these choices.
+    weights_version: (first, last) of the generation; they differ if a push finished in between.
     """
 
     repeat_terminate_triggered: Literal[0, 1]
@@ -239,7 +238,7 @@ class RolloutStamp(Wire):
 
 
 class RolloutEnvelope(Wire):
-    """One element of the answer of `POST /infer/`: the response, and what we know of it."""
+    """One element of the answer of `POST /infer/`: the response and its stamp."""
 
     response: ChatCompletionResponse
     coordexp: RolloutStamp

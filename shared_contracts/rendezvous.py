@@ -1,7 +1,7 @@
-"""How the ranks of a weight group join it, in both programs (FULL-07).
+"""Rendezvous of the ranks of a weight group, in both programs (FULL-07).
 
-Nothing can interrupt a rank inside `ncclCommInitRank`. So no rank enters it before every rank has
-imported what it needs, has chosen its device and has said so at the store of the server.
+`ncclCommInitRank` cannot be interrupted. So a rank enters it only after all ranks have imported
+their libraries, chosen their devices, and set their ready keys in the server's store.
 """
 
 import os
@@ -16,13 +16,13 @@ from shared_contracts.machine import address_towards
 from shared_contracts.weights import InitCommunicator, group_prefix
 
 _POLL_S = 0.01
-# Torch reads this when it makes an NCCL group.
+# Torch reads this when it creates an NCCL group.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
 class Store(Protocol):
-    """Torch's `TCPStore`, as it is used here. A closed one raises RuntimeError."""
+    """The used part of torch's `TCPStore`. A closed store raises RuntimeError."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -38,10 +38,10 @@ def join_ranks(
     device: Any,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Join a process group of torch; return it once all of its ranks have joined.
+    """Join a process group of torch; return it after all ranks have joined.
 
     torch: the module, which this package does not import. store: `TCPStore` of the rendezvous.
-    number: of the group, which has one sender. device: of its buckets; with NCCL it is current.
+    number: of the group, which has one sender. device: of its buckets; NCCL: the current device.
     Raises as `meet`.
     """
     distributed, ranks = torch.distributed, init.world_size // init.senders
@@ -70,10 +70,10 @@ def meet(
     timeout_s: float,
     given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return once every rank is ready.
+    """Wait until every rank is ready.
 
-    Raises TimeoutError with the ranks that are missing after `timeout_s`, and
-    ConnectionAbortedError once `given_up` returns true.
+    Raises TimeoutError with the missing ranks after `timeout_s` seconds, and
+    ConnectionAbortedError if `given_up` returns true.
     """
     store.set(ready_key(rank), "")
     keys = [ready_key(other) for other in range(world_size)]
@@ -89,12 +89,11 @@ def meet(
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Have an NCCL group that is made inside raise its errors where its work is waited for.
+    """Make NCCL groups that are created inside raise errors from `wait`.
 
-    Otherwise a thread of torch ends the process: of a learner when its server is lost, and of an
-    engine when its learner is.
+    Otherwise torch's watchdog thread ends the process if another rank is lost.
     """
-    with _making:
+    with _creation_lock:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
         try:

@@ -1,12 +1,11 @@
-"""When a sequence being generated has started to repeat itself (REP-01 to REP-03).
+"""Detection of repetition in a generated sequence (REP-01 to REP-03).
 
-RepeatTerminateConfig    `rollout_matching.repeat_terminate`, for HF and vLLM alike
-ENTRY_CONTEXTS           by answer format, what every entry of an answer has once; their names are
-                         `AnswerFormatName`
-entry_token_ids          what of it a tokenizer always writes alike
-RepeatGuard              the state of one sequence: ids in, verdict out
+RepeatTerminateConfig    `rollout_matching.repeat_terminate`, for HF and vLLM
+ENTRY_CONTEXTS           by answer format, text that occurs once in every entry
+entry_token_ids          the token ids that end each of these texts
+RepeatGuard              the state of one sequence
 
-The logits processors that force the end of a sequence are shells around `RepeatGuard`.
+Logits processors use `RepeatGuard` to force the end of a sequence.
 """
 
 import sys
@@ -20,13 +19,13 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
 
-# By answer format: texts that end in what every entry of an answer has once, as answers write it.
+# By answer format: contexts that end in text which occurs once in every entry of an answer.
 ENTRY_CONTEXTS: dict[str, tuple[str, ...]] = {
     "object_keys": ('"object_', '{"object_', '}, "object_'),
-    # The key of a description, in either order of the fields. What follows it is left out: a BPE
-    # fuses the quotes with a description that begins with punctuation.
+    # The key of a description, in both field orders. The quote after it is left out: a BPE merges
+    # it with a description that begins with punctuation.
     "objects_array": ('[{"desc', '},{"desc', '}, {"desc', '"],"desc', '"], "desc'),
-    # The end of a line, which targets have as a token of its own.
+    # The newline, a separate token in targets.
     "compact": ("\n",),
 }
 
@@ -72,10 +71,10 @@ class RepeatTerminateConfig(StrictModel):
 
 
 def entry_token_ids(encode: Callable[[str], Sequence[int]], answer_format: str) -> list[int]:
-    """The ids that every entry of an answer has once; with `object_keys`, the end of `"object_`.
+    """Return the token ids that occur once in every entry: the common end of all contexts.
 
-    A BPE fuses the quote with what stands before it (`{"`, ` "`), so the ids of `"object_`
-    by itself may never occur; those behind the quote do. Qwen: `object`, `_`.
+    A BPE merges the quote of `"object_` with the text before it (`{"`, ` "`), so only the ids
+    after the quote are common. Qwen: `object`, `_`.
 
     encode: text to ids, without special tokens. answer_format: a key of `ENTRY_CONTEXTS`.
     """
@@ -85,16 +84,16 @@ def entry_token_ids(encode: Callable[[str], Sequence[int]], answer_format: str) 
 
 
 class RepeatGuard:
-    """Verdict over the generated ids of one sequence, O(1) per id whatever its length.
+    """Repetition state of one sequence, O(1) for each id.
 
-    A sequence triggers at the first id, `min_new_tokens` or later, after which
+    A sequence triggers at the first id, not before `min_new_tokens`, after which
     (a) the trailing run of one id is at least `max_consecutive_token_repeats` long, or
     (b) the last `ngram_repeats` blocks of `ngram_size` ids are equal, or
     (c) `object_key_token_ids` has occurred at least `max_object_keys` times.
 
-    (b) holds exactly if each of the last n * (r - 1) ids equals the id n before it, so the guard
-    keeps counters and the newest ids, at least n. A rule that is off has a limit that no sequence
-    reaches.
+    (b) is equivalent to: each of the last n * (r - 1) ids equals the id n places before it. So the
+    guard needs only counters and the newest ids, at least n. A rule that is off has an unreachable
+    limit.
 
     triggered: whether the sequence has triggered.
     object_key_token_ids: from `entry_token_ids`. Raises ContractError if they are empty and (c)

@@ -1,4 +1,4 @@
-"""The part of a training YAML that the rollout server reads too (CFG-09).
+"""The part of a training YAML that the rollout server also reads (CFG-09).
 
 rollout_matching                      SharedRolloutConfig, and keys of the learner alone
     .decode_batch_size
@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, field_validator
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
-# What the learner appends to a base_url; a test holds it against the server's paths.
+# Routes that the learner appends to a base_url; a test compares them with the server's paths.
 ROUTES = (
     *("infer", "health", "live", "info", "metrics", "get_world_size", "init_communicator"),
     *("start_weight_update", "update_weights", "finish_weight_update"),
@@ -45,14 +45,13 @@ def _can_fire(config: RepeatTerminateConfig) -> RepeatTerminateConfig:
     return config
 
 
-# A guard that is enabled and can never fire is a mistake in the file.
 RepeatTerminate = Annotated[RepeatTerminateConfig, AfterValidator(_can_fire)]
 
 
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
     try:
-        _ = parts.port  # reading it checks it
+        _ = parts.port  # raises ValueError
     except ValueError as error:
         raise Refusal(f"'{url}': {error}", "Write it like http://127.0.0.1:8000") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -70,7 +69,7 @@ def _http_url(url: str) -> str:
 
 
 class ServerAddress(StrictModel):
-    """One rollout server: where it is called, and where its weight group meets."""
+    """The addresses of a rollout server."""
 
     base_url: Annotated[str, AfterValidator(_http_url)]
     """address of a rollout server, without `/infer/`"""
@@ -86,7 +85,7 @@ class ServerAddress(StrictModel):
 
 
 class ServerConfig(StrictModel):
-    """The servers of `mode: server`, and how long they may take."""
+    """The servers of `mode: server`, and their timeouts."""
 
     servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)]
     """the rollout servers, in the order in which they get requests"""
@@ -106,9 +105,8 @@ class ServerConfig(StrictModel):
         if len(set(urls)) < len(urls):
             raise Refusal("a base_url is listed twice", "List every server once")
         if len(set(groups)) < len(groups):
-            raise Refusal(
-                "two servers of one host have the same group_port", "Give each its own group_port"
-            )
+            found = "two servers of one host have the same group_port"
+            raise Refusal(found, "Give each its own group_port")
         return servers
 
     @field_validator("infer_timeout_s")
@@ -118,7 +116,7 @@ class ServerConfig(StrictModel):
 
 
 class SyncConfig(StrictModel):
-    """How new weights reach the engines."""
+    """Settings of weight pushes."""
 
     mode: Literal["full", "adapter", "auto"] = "full"
     """`full`: all weights, merged; `adapter`: only the LoRA adapter; `auto`: `adapter` with
@@ -135,7 +133,7 @@ class SyncConfig(StrictModel):
 
 
 class VllmConfig(StrictModel):
-    """Where vLLM runs, what its engines can do, and how they get their weights."""
+    """Placement, features and weight pushes of vLLM."""
 
     mode: Literal["colocate", "server"] = "colocate"
     """where vLLM runs: `server`, in servers that you started; `colocate`, in a server that the
@@ -187,7 +185,7 @@ class VllmConfig(StrictModel):
 
 
 class SharedRolloutConfig(StrictModel):
-    """Keys of `rollout_matching` that say what both the learner and its servers do."""
+    """Keys of `rollout_matching` for the learner and its servers."""
 
     decode_batch_size: FreeOnResume[int] = Field(default=1, ge=1)
     """most sequences decoded at once per rollout GPU"""

@@ -10,25 +10,24 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import Count, Transport, WeightState, Wire
 
-# The environment variable in which both programs look for the server's token.
+# The environment variables of both programs with the server's token, or with a file that holds it.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
-# The one that names a file of it, as the secrets of containers and services are files.
 TOKEN_FILE_VARIABLE = "ROLLOUT_SERVER_TOKEN_FILE"
 
 # serving       answers calls
-# starting      its engine is being built, for the first time or again
-# needs-push    built again with the checkpoint's weights, which are no longer the current ones
-# asleep        its memory is given up, until a push or `/wake_up/`
-# dead          its engine is gone; it will be built again
+# starting      its engine is being built
+# needs-push    rebuilt with the checkpoint's weights, which are outdated
+# asleep        its memory is released, until a push or `/wake_up/`
+# dead          its engine has ended; it will be rebuilt
 ReplicaState = Literal["serving", "starting", "needs-push", "asleep", "dead"]
 
 Workers = Annotated[int, Field(ge=1, le=2**20)]
 
 
 def process_of(server_epoch: str) -> str:
-    """The part of an epoch that changes only with the server's process.
+    """Return the part of an epoch that identifies the server's process.
 
-    An epoch is that, a dash, and how many replicas the process has lost.
+    An epoch is this part, a dash, and the number of replicas that the process has lost.
     """
     return server_epoch.rpartition("-")[0]
 
@@ -36,9 +35,9 @@ def process_of(server_epoch: str) -> str:
 class ReplicaStatus(Wire):
     """The state of one replica.
 
-    detail: why it does not serve; empty where it does.
+    detail: reason why it does not serve; empty if it serves.
     heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
-    restarts: how often the engine was built again.
+    restarts: number of times that the engine was rebuilt.
     """
 
     index: Count
@@ -49,7 +48,7 @@ class ReplicaStatus(Wire):
 
 
 class Health(Wire):
-    """`GET /health/`: 200 when every replica can answer `/infer/`, if need be after a push."""
+    """`GET /health/`: 200 if every replica can answer `/infer/`; during a push, after its end."""
 
     status: Literal["ok"] = "ok"
     state: WeightState
@@ -59,7 +58,7 @@ class Health(Wire):
 
 
 class Live(Wire):
-    """`GET /live/`: the event loop runs; seconds since each engine last made progress."""
+    """`GET /live/`: the event loop runs; seconds since each engine last answered."""
 
     status: Literal["ok"] = "ok"
     server_epoch: str
@@ -83,17 +82,17 @@ class RepeatTerminateStatus(Wire):
 
 
 class Info(Wire):
-    """`GET /info/`: what this server is. Answered while engines start, too.
+    """`GET /info/`: facts about this server, also while engines start.
 
     world_size: engine workers over all replicas.
-    max_model_len: tokens of a context; null until an engine has told.
-    enable_lora: an adapter may be pushed instead of full weights.
+    max_model_len: tokens of a context; null until an engine is ready.
+    enable_lora: the server accepts adapters instead of full weights.
     enable_prefix_caching: the engines reuse the caches of equal prompts; null: not reported.
-    server_epoch: changes when the server was started anew, or one of its replicas was lost.
-    owner: the learner that pushes to this server; null before one came and after it has left.
-    host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
-    gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
-    versions: of this server and of what it stands on, by distribution name.
+    server_epoch: changes if the server is restarted or a replica is lost.
+    owner: the learner that pushes to this server; null without one.
+    host: name of the server's machine. gpus: ids of its GPUs; empty on a CPU or with Ray.
+    gpu_uuids: UUIDs of these GPUs, if nvidia-smi reported them at the start.
+    versions: of this server and its main libraries, by distribution name.
     """
 
     model: str
@@ -118,32 +117,30 @@ class Info(Wire):
 def given_token(
     environment: Mapping[str, str], option: Path | None = None, *, refuse_empty: bool = False
 ) -> str | None:
-    """Read the token of calls: from `option` (`token_file`), or from either variable.
+    """Return the token of calls, from `option` (`token_file`) or either variable; None without one.
 
-    refuse_empty: a variable that is set to nothing is an error; else it counts as not set.
+    refuse_empty: an empty TOKEN_VARIABLE is an error; else it counts as not set.
 
-    None where nothing gives one. Raises ContractError for a token that no header can carry, a
-    file that cannot be read, and two tokens that differ.
+    Raises ContractError for a token that a header cannot contain, an unreadable file, and two
+    different tokens.
     """
-    found = {
-        where: _read(path, where) for where, path in given_token_files(environment, option).items()
-    }
-    written = environment.get(TOKEN_VARIABLE)
-    if written is not None and (refuse_empty or written.strip()):
-        found[TOKEN_VARIABLE] = _checked(written, TOKEN_VARIABLE)
-    if not found:
+    files = given_token_files(environment, option)
+    tokens = {where: _read(path, where) for where, path in files.items()}
+    value = environment.get(TOKEN_VARIABLE)
+    if value is not None and (refuse_empty or value.strip()):
+        tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
+    if not tokens:
         return None
-    (where, token), *others = found.items()
+    (where, token), *others = tokens.items()
     for other, value in others:
         if value != token:
-            raise ContractError(
-                where, f"it holds another token than {other}", "Give one of the two"
-            )
+            found = f"it holds another token than {other}"
+            raise ContractError(where, found, "Give one of the two")
     return token
 
 
 def given_token_files(environment: Mapping[str, str], option: Path | None) -> dict[str, Path]:
-    """The files that hold a token, by what names them."""
+    """Return the token files by the option or variable that names them."""
     files = {} if option is None else {"token_file": option}
     if path := environment.get(TOKEN_FILE_VARIABLE):
         files[TOKEN_FILE_VARIABLE] = Path(path)
@@ -151,24 +148,22 @@ def given_token_files(environment: Mapping[str, str], option: Path | None) -> di
 
 
 def _read(path: Path, where: str) -> str:
-    """The token in `path`. where: the option or variable that names the file."""
+    """Return the token in a file. where: the option or variable that names it."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ContractError(
-            where, f"{path} cannot be read ({reason})", "Name a readable text file"
-        ) from None
+        found = f"{path} cannot be read ({reason})"
+        raise ContractError(where, found, "Name a readable text file") from None
     return _checked(content, where)
 
 
 def _checked(text: str, where: str) -> str:
-    """`text` without white space around it; raises ContractError for what is no token."""
+    """Return the token without surrounding white space; raises ContractError if it is invalid."""
     token = text.strip()
     if not token:
-        raise ContractError(
-            where, "the token is empty", "Write a token, such as 32 random characters"
-        )
+        do = "Write a token, such as 32 random characters"
+        raise ContractError(where, "the token is empty", do)
     if not all("!" <= letter <= "~" for letter in token):
         found = "the token has white space or other characters that a header cannot have"
         raise ContractError(where, found, "Use letters and digits")

@@ -2,9 +2,9 @@
 
 StrictModel        frozen, unknown keys forbidden, no silent conversion of types
 FreeOnResume       marks a field that may change when a run is resumed
-Refusal            raised by a validator: what was found and what to do
-refuse_all         raises several of them at once
-contract_errors    a pydantic ValidationError -> one ContractError per fault
+Refusal            raised by a validator: the fault and the remedy
+refuse_all         raises several refusals at once
+contract_errors    a pydantic ValidationError -> one ContractError for each fault
 """
 
 import difflib
@@ -19,10 +19,10 @@ from pydantic.fields import FieldInfo
 
 from shared_contracts.errors import ContractError
 
-# Sections a key may be sent to: in more of them its name is a common word.
+# Advice names the sections that have an unknown key, if they are at most this many.
 _FEW = 2
 _NO_KEYS = "Remove it: there are no keys here"
-# What to write, by pydantic's name of the fault.
+# Remedy by pydantic's error type.
 _WRITE = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "Write true or false"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "Write a whole number"),
@@ -32,9 +32,9 @@ _WRITE = {
 
 
 class StrictModel(BaseModel):
-    """A part of a settings file: every key known, every value of the type it is declared with.
+    """A section of a settings file: no unknown keys, no conversion of values.
 
-    A field's description is its `description`, or the text below it.
+    A field's description is its `description`, or the docstring below it.
     """
 
     model_config = ConfigDict(
@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
             field.description = " ".join((field.description or "").split()) or None
 
     def disagreements(self) -> Iterable["Refusal"]:
-        """Faults between keys that are valid by themselves; all are reported."""
+        """Return the faults between keys that are valid by themselves."""
         return ()
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class StrictModel(BaseModel):
 
 
 class EmptySection(StrictModel):
-    """A mapping of the contract that has no keys."""
+    """A section without keys."""
 
 
 _Value = TypeVar("_Value")
@@ -67,10 +67,10 @@ FreeOnResume = Annotated[_Value, FREE_ON_RESUME]
 
 
 class Refusal(ValueError):
-    """A validator's fault in two parts; the path is known from where it is raised.
+    """A validator's fault and remedy; `contract_errors` adds the path.
 
-    key: the key below the validated value that is at fault, e.g. `decoding.temperature`;
-        empty for the value itself.
+    key: path of the faulty key below the validated value, e.g. `decoding.temperature`; empty for
+        the value itself.
     """
 
     def __init__(self, found: str, do: str, key: str = "") -> None:
@@ -81,40 +81,39 @@ class Refusal(ValueError):
 
 
 def refuse_all(refusals: Iterable[Refusal]) -> None:
-    """Raise every refusal of a validator at once; nothing happens when there is none.
+    """Raise all refusals of a validator at once, if there are any.
 
     pydantic adds the faults of a ValidationError raised in a validator to its own.
     """
-    found = list(refusals)
-    if found:
-        raise ValidationError.from_exception_data(
-            "refused",
-            [{"type": "value_error", "input": None, "ctx": {"error": each}} for each in found],
-        )
+    faults: list[Any] = [
+        {"type": "value_error", "input": None, "ctx": {"error": each}} for each in refusals
+    ]
+    if faults:
+        raise ValidationError.from_exception_data("refused", faults)
 
 
 def contract_errors(
     error: ValidationError, model: type[BaseModel], at: str = ""
 ) -> list[ContractError]:
-    """Translate every fault pydantic found in data for `model`, in its order.
+    """Translate the faults that pydantic found in data for `model`, in its order.
 
     Paths start with `at` and have list indices (`servers[0].unknown_flag`). The advice on an
-    unknown key names its section or the nearest known key. Faults of one path become one.
+    unknown key names its section or the nearest known key. Faults with equal paths are merged.
     """
     homes = _homes(model, at)
-    found: dict[str, ContractError] = {}
+    errors: dict[str, ContractError] = {}
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # only follows from another fault
             continue
         converted = _convert(_locate(model, item["loc"], at), item, homes)
-        before = found.setdefault(converted.where, converted)
-        if converted.do not in before.do:
-            do = f"{before.do}, or {converted.do[:1].lower()}{converted.do[1:]}"
-            found[converted.where] = ContractError(before.where, before.found, do)
-    return list(found.values())
+        first = errors.setdefault(converted.where, converted)
+        if converted.do not in first.do:
+            do = f"{first.do}, or {converted.do[:1].lower()}{converted.do[1:]}"
+            errors[converted.where] = ContractError(first.where, first.found, do)
+    return list(errors.values())
 
 
-# Every key of a model and of those below: its paths, with `[]` for any list index.
+# Key -> its paths in a model and the models below, with `[]` for a list index.
 _Homes = dict[str, list[str]]
 
 
@@ -123,7 +122,7 @@ def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Hom
     for name, field in model.model_fields.items():
         path, (index, members) = joined(at, name), models_below(field.annotation)
         if members and not any(member.model_fields for member in members):
-            continue  # a section without keys: nothing can be moved there
+            continue  # a section without keys
         if path not in homes.setdefault(name, []):
             homes[name].append(path)
         for member in members:
@@ -133,17 +132,17 @@ def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Hom
 
 @dataclass
 class _Spot:
-    """Where a fault is."""
+    """The place of a fault."""
 
     path: str  # dotted, with list indices
-    annotation: Any  # type of the value at the path, None for an unknown key
+    annotation: Any  # type at the path; None for an unknown key
     owner: type[BaseModel] | None = None  # the model of the last key
-    union: tuple[type[BaseModel], ...] = ()  # of which `owner` is a member
+    union: tuple[type[BaseModel], ...] = ()  # the union that contains `owner`
     description: str = ""  # of the field at the path
 
 
 def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spot:
-    """Follow a pydantic location through the types; union tags leave no trace in the path."""
+    """Follow a pydantic location through the types; union tags are no part of the path."""
     spot = _Spot(at, model)
     union: tuple[type[BaseModel], ...] = ()
     for step in loc:
@@ -165,13 +164,13 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spo
 
 
 def joined(path: str, key: str) -> str:
-    """`a.b` and `c` -> `a.b.c`, `a.b` and `[0].c` -> `a.b[0].c`; either may be empty."""
+    """Join paths: `a.b` and `c` -> `a.b.c`, `a.b` and `[0].c` -> `a.b[0].c`; both may be empty."""
     dot = "." if path and key and not key.startswith("[") else ""
     return f"{path}{dot}{key}"
 
 
 def bare_type(annotation: Any) -> Any:
-    """A type without `Annotated` around it and without `| None`."""
+    """Return a type without `Annotated` and `| None`."""
     if get_origin(annotation) is Annotated:
         return bare_type(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -182,18 +181,18 @@ def bare_type(annotation: Any) -> Any:
 
 
 def is_model(annotation: Any) -> bool:
-    """Whether a type is a pydantic model."""
+    """Return whether a type is a pydantic model."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def models_of_union(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Members of a union of models; empty for any other type."""
+    """Return the members of a union of models; empty for other types."""
     members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
     return members if all(is_model(member) for member in members) else ()
 
 
 def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
-    """The models that values of a type are, and `[]` where they are lists of such."""
+    """Return `[]` for a list type, else an empty text; and the models of the type or its items."""
     index, inner = "", bare_type(annotation)
     if get_origin(inner) in (list, tuple) and get_args(inner):
         index, inner = "[]", bare_type(get_args(inner)[0])
@@ -201,7 +200,7 @@ def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
 
 
 class Tag(NamedTuple):
-    """The key that identifies a member of a union, and its only value there."""
+    """The key that identifies a member of a union, and its value."""
 
     key: str
     value: str
@@ -209,7 +208,7 @@ class Tag(NamedTuple):
 
 
 def tag_of(member: type[BaseModel]) -> Tag:
-    """The first one-valued Literal field of a member of a union."""
+    """Return the first one-valued Literal field of a member of a union."""
     return next(
         Tag(key, get_args(field.annotation)[0], field)
         for key, field in member.model_fields.items()
@@ -223,11 +222,8 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
         case "extra_forbidden":
             return _unknown_key(spot, str(item["loc"][-1]), homes)
         case "missing":
-            return ContractError(
-                spot.path,
-                "this key is required and missing",
-                f"Set it: {spot.description}" if spot.description else "Set it",
-            )
+            do = f"Set it: {spot.description}" if spot.description else "Set it"
+            return ContractError(spot.path, "this key is required and missing", do)
         case "union_tag_not_found":
             where = joined(spot.path, context["discriminator"].strip("'"))
             members = models_of_union(bare_type(spot.annotation))
@@ -235,9 +231,8 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
             return ContractError(where, "this key is required and missing", f"Use one of: {known}")
         case "union_tag_invalid":
             where = joined(spot.path, context["discriminator"].strip("'"))
-            return ContractError(
-                where, f"'{context['tag']}' is not known", f"Use one of: {context['expected_tags']}"
-            )
+            do = f"Use one of: {context['expected_tags']}"
+            return ContractError(where, f"'{context['tag']}' is not known", do)
         case "literal_error":
             return ContractError(spot.path, _refused(item), f"Use {context['expected']}")
         case "value_error" if isinstance(context["error"], Refusal):
@@ -266,17 +261,13 @@ def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
     assert spot.owner is not None
     for member in spot.union:
         if key in member.model_fields:
-            return ContractError(
-                spot.path,
-                f"this key belongs to '{tag_of(member).value}' only",
-                f"Remove it from '{tag_of(spot.owner).value}'",
-            )
-    do = _advice(key, list(spot.owner.model_fields), homes)
-    return ContractError(spot.path, "unknown key", do)
+            found = f"this key belongs to '{tag_of(member).value}' only"
+            return ContractError(spot.path, found, f"Remove it from '{tag_of(spot.owner).value}'")
+    return ContractError(spot.path, "unknown key", _advice(key, [*spot.owner.model_fields], homes))
 
 
 def _advice(key: str, known: list[str], homes: _Homes) -> str:
-    """What to do about an unknown key of a section with these known ones."""
+    """Return the remedy for an unknown key. known: the keys of its section."""
     if not known:
         return _NO_KEYS
     if 0 < len(places := homes.get(key, [])) <= _FEW:
@@ -286,7 +277,10 @@ def _advice(key: str, known: list[str], homes: _Homes) -> str:
     return f"Remove it, or use one of the keys here: {', '.join(known)}"
 
 
-def shown(value: Any, limit: int = 80) -> str:
-    """A value as YAML or JSON would write it, at most `limit` characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def shown(value: Any) -> str:
+    """Return a value as JSON, cut to 80 characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "a value nested too deeply"
+    return text if len(text) <= 80 else f"{text[:77]}..."

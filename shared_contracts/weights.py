@@ -1,10 +1,10 @@
 """Bodies of the weight-update calls (section 5 of the contract).
 
-One push of full weights, in order; each call answers when its phase is over on every replica:
+A push of full weights, in order; each call answers when its phase is over on every replica:
 
     POST /init_communicator/     InitCommunicator -> CommunicatorReady   (once)
     POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; drain, pause
-    POST /update_weights/        GroupCall -> WeightStatus               buckets arrive, are loaded
+    POST /update_weights/        GroupCall -> WeightStatus               transfer and load buckets
     POST /finish_weight_update/  GroupCall -> SyncReport                 caches, version, resume
     POST /close_communicator/    GroupCall -> WeightStatus
 
@@ -12,28 +12,26 @@ A LoRA adapter needs one call, and no group:
 
     POST /load_adapter/?version=N&attempt=A   safetensors -> SyncReport
 
-`/init_communicator/` and `/update_weights/` answer only when the learner has done its part, so the
-learner posts them from a thread. The newest `/init_communicator/` owns the server: every other call
-names its `attempt`, and a call of an older one is refused (`taken-over`). A call whose connection
-ends is given up.
+`/init_communicator/` and `/update_weights/` answer only after the learner's part, so the learner
+posts them from a thread. The newest `/init_communicator/` owns the server: every other call names
+its `attempt`, and a call with an older one is refused (`taken-over`). A phase ends if the
+connection of its call ends.
 
-The group. The learner is rank 0, the engine workers are ranks 1... All meet at a store that the
-server opens at `host:port`; it holds the key `attempt_key(attempt)`. Over
-`PrefixStore(group_prefix(number), store)` each rank calls `shared_contracts.rendezvous.meet` and
-joins a process group of torch; then all join an `allreduce` of one float32. With `gloo` and `ipc`
-it is a gloo group, on the device of the address that is used towards `host`; with `nccl` it is an
-NCCL group. The number is 0, unless there are several `senders`.
+The group. The learner is rank 0, the engine workers are ranks 1... The server opens a store at
+`host:port`, with the key `attempt_key(attempt)`. Over `PrefixStore(group_prefix(number), store)`
+each rank calls `shared_contracts.rendezvous.meet` and joins a process group of torch; then all join
+an `allreduce` of one float32. `gloo` and `ipc` use a gloo group on the network device of the route
+to `host`; `nccl` uses an NCCL group. The number is 0, unless there are several `senders`.
 
 The buckets. `plan_buckets(parameters, bucket_bytes)` cuts the manifest. A bucket has the bytes of
-each of its tensors, followed by zeros up to `ParameterMeta.wire_bytes`. Rank 0 broadcasts one uint8
+each of its tensors, padded with zeros to `ParameterMeta.wire_bytes`. Rank 0 broadcasts one uint8
 tensor for each bucket, and then the trailer: for each bucket the `shared_contracts.digests.digest`
-of its 64-bit words, as int64. A worker refuses buckets whose digests differ.
+of its 64-bit words, as int64. A worker refuses buckets with other digests.
 
-With `ipc` the group carries signals only. The buckets and the trailer lie in memory of the learner
-that every worker maps; it has two slots of `SharedMemory.slot_bytes`, used by turns. Rank 0
-broadcasts the `SharedMemory` first: the length of its JSON as one int64, then the JSON as uint8.
-For each bucket rank 0 broadcasts one byte when the slot is filled, and all pass a barrier when the
-workers have copied it.
+With `ipc` the group carries signals only. Every worker maps the learner's memory with the buckets
+and the trailer: two alternating slots of `SharedMemory.slot_bytes`. Rank 0 first broadcasts the
+`SharedMemory`: the length of its JSON as one int64, then the JSON as uint8. For each bucket, rank 0
+broadcasts one byte when the slot is filled, and all ranks pass a barrier after the workers' copy.
 """
 
 import math
@@ -47,12 +45,12 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 # READY        the engines answer with one version of the weights
 # UPDATING     a push runs; calls wait
-# PUSH_NEEDED  a push broke: the engines are built again, and answer after the next full push
+# PUSH_NEEDED  a push failed: the engines are rebuilt, and answer after the next full push
 WeightState = Literal["READY", "UPDATING", "PUSH_NEEDED"]
 
 
 def attempt_key(attempt: str) -> str:
-    """Return a key that the store of the `InitCommunicator` with this `attempt` holds."""
+    """Return the store's key that identifies an `InitCommunicator`."""
     return f"attempt/{attempt}"
 
 
@@ -61,10 +59,10 @@ def group_prefix(number: int) -> str:
     return f"group/{number}"
 
 
-# `memfd_create` names the memory of an `ipc` learner without a GPU so.
+# The `memfd_create` name of the shared memory of an `ipc` learner without a GPU.
 HOST_MEMORY_NAME = "rollmatch-weights"
 
-# A parameter starts on a multiple of this in its bucket, so that it can be viewed in place.
+# Alignment of parameters in a bucket, so that they can be viewed in place.
 WIRE_ALIGNMENT = 16
 
 DtypeName = Literal[
@@ -81,19 +79,18 @@ DtypeName = Literal[
     "uint8",
     "bool",
 ]
-# A name has the bits of a value; a bool has a byte.
 DTYPE_BYTES: dict[DtypeName, int] = {
     name: int(re.findall(r"\d+|bool", name)[0].replace("bool", "8")) // 8
     for name in get_args(DtypeName)
 }
 
-# Limit of every number, so that 64 bits hold it in every process.
+# Limit of every number, so that it fits into 64 bits.
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Limit of the versions between the server's and that of a push. A restarted server, at version 0,
-# gets the version of a run that has pushed to other servers.
+# Largest increase of the version in a push. A restarted server, at version 0, gets the version of
+# a run that has pushed to other servers.
 MOST_VERSION_STEP = 10**6
 
 MAX_FIELDS = 64
@@ -102,9 +99,9 @@ MOST_RANK = 4096
 
 
 class Wire(BaseModel):
-    """A body, or a part of one: bounded, and no field more than its own."""
+    """A body, or a part of one: bounded, without unknown fields."""
 
-    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
+    # str_max_length makes pydantic refuse unpaired surrogates.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
 
     @model_validator(mode="before")
@@ -118,16 +115,16 @@ class Wire(BaseModel):
 class InitCommunicator(Wire):
     """Form the weight group, and own the server.
 
-    host, port: address at the server where the store of the rendezvous opens.
-    world_size: all ranks, of `senders` learner processes and of all engine workers.
-    senders: learner processes that send. Each has a group of its own with an equal share of the
-        workers, in order: colocated processes give the weights to the workers on their own GPUs.
+    host, port: address on the server for the store of the rendezvous.
+    world_size: number of ranks: `senders` learner processes and all engine workers.
+    senders: learner processes that send. Each has its own group with an equal share of the workers,
+        in order: colocated processes send to the workers on their own GPUs.
     attempt: a new name for every call; it names the group.
-    learner: shown to a learner that loses the server to this one.
-    replaces: attempt of this learner's former group. If the server has a newer owner since, the
-        call is refused. None: of a learner that starts.
-    bucket_bytes: size of one packed bucket; both sides must agree.
-    timeout_s: limit of every phase; a server cuts it to its own `max_weight_timeout_seconds`.
+    learner: name of the learner, for the error of a learner that loses the server to it.
+    replaces: attempt of this learner's previous group; the call is refused if the server has a
+        newer owner. None: a new learner.
+    bucket_bytes: size of a packed bucket, equal on both sides.
+    timeout_s: limit of every phase, capped by the server's `max_weight_timeout_seconds`.
     """
 
     host: str = Field(min_length=1)
@@ -162,7 +159,7 @@ class CommunicatorReady(Wire):
     dtype: DtypeName
 
 
-# Engines hold these parameters, the decays of linear attention, in float32.
+# Engines keep these parameters, the decays of linear attention, in float32.
 _WIDE = ".A_log"
 
 
@@ -172,7 +169,7 @@ def wire_dtype(name: str, dtype: DtypeName) -> DtypeName:
 
 
 class ParameterMeta(Wire):
-    """One parameter as it travels: name as in the checkpoint, torch dtype name."""
+    """A parameter on the wire: name as in the checkpoint, torch dtype name."""
 
     name: str
     dtype: DtypeName
@@ -186,7 +183,7 @@ class ParameterMeta(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor itself."""
+        """Bytes without padding."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
@@ -250,7 +247,7 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
-# transformers stacks these matrices of all experts in one tensor: its name, and their names.
+# Name of a tensor with the stacked matrices of all experts -> names of the matrices.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -291,9 +288,9 @@ ADAPTER_KEY = "adapter"
 class StartWeightUpdate(GroupCall):
     """The manifest of a push.
 
-    version: of the server after the push. It is higher than before, by at most MOST_VERSION_STEP;
-        or the same if a replica does not have the server's version.
-    parameters: all that will be sent, in this order.
+    version: of the server after the push: higher by at most MOST_VERSION_STEP, or the same if a
+        replica does not have the server's version.
+    parameters: all parameters of the push, in wire order.
     """
 
     version: Count

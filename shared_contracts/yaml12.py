@@ -1,7 +1,7 @@
-"""YAML 1.2 files: one mapping, and the line of every key.
+"""YAML 1.2 files with one mapping, and the line of every key.
 
-Keys are text and written once. Text that only YAML 1.1 takes for a date, a merge or a default
-stays text. This package imports pydantic alone (ARCH-01): callers pass the module `ruamel.yaml`.
+Keys must be unique strings. Dates, merges and defaults of YAML 1.1 are plain strings. This package
+imports only pydantic (ARCH-01): callers pass the module `ruamel.yaml`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shared_contracts.errors import ContractError
 # From the root of a document to a value in it: keys and list indices.
 Steps = tuple[str | int, ...]
 
-_MOST_LEVELS = 100  # pydantic and the dumper run out of stack behind them
+_MOST_LEVELS = 100  # below the recursion limits of pydantic and the dumper
 _TEXT = "tag:yaml.org,2002:str"
 _TEXT_IN_1_2 = tuple(f"tag:yaml.org,2002:{name}" for name in ("timestamp", "merge", "value"))
 
@@ -28,22 +28,20 @@ class Document(NamedTuple):
 def read_document(path: Path, yaml: Any) -> Document:
     """Read the mapping of a file with the module `ruamel.yaml`.
 
-    Raises:
-        ContractError: with file, line and column, for anything else than one mapping.
+    Raises ContractError, with file, line and column, for other content.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ContractError(
-            str(path), f"cannot be read ({error.strerror})", "Give the path of a YAML file"
-        ) from error
+        found = f"cannot be read ({error.strerror})"
+        raise ContractError(str(path), found, "Give the path of a YAML file") from error
     except UnicodeDecodeError as error:
         raise ContractError(str(path), "is not UTF-8 text", "Give a YAML file") from error
     return parse_document(path, text, yaml)
 
 
 def parse_document(path: Path, text: str, yaml: Any) -> Document:
-    """As `read_document`, of the text of the file."""
+    """Parse text as `read_document` does; `path` is for errors."""
     reader = yaml.YAML(typ="safe", pure=True)
     try:
         root = reader.compose(text)
@@ -57,18 +55,16 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
     except (yaml.error.YAMLError, ValueError, OverflowError) as error:
         raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
     except RecursionError:
-        raise ContractError(
-            str(path), "is nested too deep", f"Write it with at most {_MOST_LEVELS} levels"
-        ) from None
+        do = f"Write it with at most {_MOST_LEVELS} levels"
+        raise ContractError(str(path), "is nested too deep", do) from None
     if not isinstance(value, dict):
-        raise ContractError(
-            str(path), "does not hold a mapping", "Start it with sections such as `model:`"
-        )
+        do = "Start it with sections such as `model:`"
+        raise ContractError(str(path), "does not hold a mapping", do)
     return Document(value, lines)
 
 
 def _lines(path: Path, node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
-    """Yield the line of each key and item below a node; sets the tags of YAML 1.2."""
+    """Yield the line of each key and item below a node; changes tags to those of YAML 1.2."""
     if len(at) > _MOST_LEVELS:
         raise RecursionError
     if node.tag in _TEXT_IN_1_2:
@@ -79,7 +75,7 @@ def _lines(path: Path, node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]
     elif node.id == "sequence":
         entries = [(index, item, item) for index, item in enumerate(node.value)]
     else:
-        node.value.encode()  # UnicodeEncodeError: half a character, of an escape as in JSON
+        node.value.encode()  # UnicodeEncodeError for an unpaired surrogate
     for step, place, value in entries:
         yield (*at, step), place.start_mark.line + 1
         yield from _lines(path, value, (*at, step))

@@ -1,4 +1,4 @@
-"""`learner config`: what a training YAML says, what is wrong with it, what may stand in it."""
+"""`learner config`: show, check, and print the schema of training YAMLs."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ config_app = typer.Typer(
     help="Check a training YAML, show its values, print its schema.", no_args_is_help=True
 )
 
-# The training YAML of a command: `learner train my_run.yaml`, or with the option. One of the two.
+# The training YAML of a command, as argument or as option.
 ConfigFile = Annotated[
     Path | None, typer.Argument(metavar="YAML", help="Training YAML. --config can name it instead.")
 ]
@@ -21,7 +21,7 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="Training YA
 
 
 def only_config(file: Path | None, option: Path | None) -> Path:
-    """The one training YAML of a command line; ContractError where there are two, or none."""
+    """Return the training YAML of a command line; raises ContractError for two or none."""
     if file is not None and option is not None:
         raise ContractError("--config", f"{option} beside {file}", "Name one training YAML")
     if (config := file or option) is None:
@@ -71,13 +71,13 @@ def check(
 ) -> None:
     """Report all mistakes in training YAMLs and all missing files at once."""
     first = only_config(files[0] if files else None, config)
-    verdicts = [_check(path, keys_only) for path in files or [first]]
-    if not all(verdicts):
+    valid = [_check(path, keys_only) for path in files or [first]]
+    if not all(valid):
         raise typer.Exit(BAD_INPUT)
 
 
 def _check(path: Path, keys_only: bool) -> bool:
-    """Say what is wrong with a file; false if anything is."""
+    """Print the problems of a file; return whether it is valid."""
     from learner.config.load import check_written, located, read_written
     from learner.training.input_checks import check_files
 

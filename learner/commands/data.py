@@ -1,4 +1,4 @@
-"""`learner data`: look at data files and make them."""
+"""`learner data`: check, convert and show data files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +68,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New file; of yolo and voc a folder.")],
     from_format: Annotated[
-        Format | None, typer.Option("--from", help="Format of IN. (found from what it holds)")
+        Format | None, typer.Option("--from", help="Format of IN. (found from its content)")
     ] = None,
     to_format: Annotated[Format, typer.Option("--to", help="Format of OUT.")] = "jsonl",
     images: Annotated[
@@ -112,8 +112,9 @@ def convert(
     ms-swift, sharegpt and qwen are conversations with boxes. What was changed or left out is
     counted.
     """
-    from learner.data.conversion import convert, write_left_out, write_records
+    from learner.data.conversion import convert, write_records
     from learner.data.formats import detect_format, read_other, write_other
+    from learner.data.jsonl import write_lines
     from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
 
@@ -123,7 +124,7 @@ def convert(
         found = f"{source} is {from_format}, and OUT is to be {to_format}"
         do = "One of both is jsonl: name the other one."
         raise ContractError("--from, --to", found, do)
-    _require_taken(context, from_format, to_format)
+    _require_known_options(context, from_format, to_format)
     if images is not None and not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name a folder.")
     if to_format in ("yolo", "voc"):
@@ -144,7 +145,8 @@ def convert(
     conversion = convert(read, out, watch, geometry, order, skip_empty)
     show_conversion(conversion)
     if left_out is not None:
-        write_left_out(conversion, source, left_out)
+        lines = ({"file": str(source), **each} for each in conversion.account.left_out)
+        write_lines(left_out, lines)
         typer.echo(f"Left out: {left_out}")
     write_records(conversion, out)
     typer.echo(f"Data file: {out}")
@@ -171,16 +173,16 @@ _TO: dict[Format, set[str]] = {
 }
 
 
-def _require_taken(context: typer.Context, from_format: Format, to_format: Format) -> None:
-    """Raise ContractError for options that are given and that the conversion does not take."""
+def _require_known_options(context: typer.Context, from_format: Format, to_format: Format) -> None:
+    """Raise ContractError for given options that the conversion does not use."""
     other, options = (to_format, _TO) if from_format == "jsonl" else (from_format, _FROM)
-    if (takes := options.get(other)) is None:
+    if (known := options.get(other)) is None:
         found, do = f"{other} is read, and not written", f"Name one of {', '.join(_TO)}."
         raise ContractError("--to", found, do)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    if unused := given - takes - {"source", "out", "from_format", "to_format"}:
-        do = f"Leave it out; this conversion takes {_options(takes) or 'no option'}."
+    if unused := given - known - {"source", "out", "from_format", "to_format"}:
+        do = f"Leave it out; this conversion takes {_options(known) or 'no option'}."
         raise ContractError(_options(unused), f"given from {from_format} to {to_format}", do)
 
 
@@ -222,13 +224,13 @@ def look(
         if len(paths) > 1:
             found = f"given with {len(paths)} data files"
             raise ContractError("--out", found, "Name one data file.")
-    everything = [s for file in paths for s in read_samples(file, allow_poly=True)]
+    all_samples = [s for file in paths for s in read_samples(file, allow_poly=True)]
     if lines is None:
-        chosen = sample_subset(everything, samples or 16, seed)
+        chosen = sample_subset(all_samples, samples or 16, seed)
     else:
-        chosen = samples_of_lines(everything, lines)
+        chosen = samples_of_lines(all_samples, lines)
     lengths = None if run is None else lengths_of_run(run)
-    print_tables(list(stats_tables(everything, lengths, top)))
+    print_tables(list(stats_tables(all_samples, lengths, top)))
     if out is None:
         return
     for where, found in write_page(chosen, out).items():
@@ -239,7 +241,7 @@ def look(
 def _data_files(
     files: Sequence[Path] | None, config: Path | None
 ) -> tuple[Sequence[Path], "Config | None"]:
-    """The named files, or those of a config; ContractError for both and for none."""
+    """Return the given files or those of a config; raises ContractError for both or none."""
     from learner.config import load_config
 
     if (not files) == (config is None):
@@ -252,7 +254,7 @@ def _data_files(
 
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
-    """As `lengths_of_run`; without a tokenizer None, and a note."""
+    """Return `lengths_of_run`; without a tokenizer, print a note and return None."""
     from learner.training.checkpoint_checks import lengths_of_run
     from shared_contracts.adapters import folder_with
 

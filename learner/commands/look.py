@@ -1,4 +1,4 @@
-"""`learner report`, `replay` and `compare`: what shows runs, from their folders alone."""
+"""`learner report`, `replay` and `compare`: views of run folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +38,7 @@ def replay(
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option(help="Print everything about the answer to this sample, e.g. train.jsonl:12"),
+        typer.Option(help="Print all details of the answer to this sample, e.g. train.jsonl:12"),
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -60,13 +60,12 @@ def replay(
     if step is None and sample is not None:
         step = log.step_with(sample)
     logged = None if step is None else log.step(step)
-    answered = [] if logged is None or sample is None else logged.sample(sample)
-    found = find_tokenizer(folder, config, tokenizer)
+    detailed = [] if logged is None or sample is None else logged.sample(sample)
+    tokenizer_folder = find_tokenizer(folder, config, tokenizer)
     for note in notes_on(folder.facts()):
         typer.echo(f"note: {note}", err=True)
-    rebuilder = Rebuilder(config, load_tokenizer(found))
-    same = replay_step(logged, answered, rebuilder) if logged else replay_all(log, rebuilder)
-    if not same:
+    rebuilder = Rebuilder(config, load_tokenizer(tokenizer_folder))
+    if not (replay_step(logged, detailed, rebuilder) if logged else replay_all(log, rebuilder)):
         raise typer.Exit(1)
 
 
@@ -85,9 +84,9 @@ def compare(
     from learner.analysis.evaluation.comparison import Comparison, comparison_table
     from learner.data.show import print_tables
 
-    found = Comparison.of(first, second, seed)
+    comparison = Comparison.of(first, second, seed)
     if json:
-        print(dumps(found.numbers(), indent=2))
+        print(dumps(comparison.numbers(), indent=2))
     else:
-        typer.echo(f"first: {found.first}\nsecond: {found.second}\n")
-        print_tables([comparison_table(found)])
+        typer.echo(f"first: {comparison.first}\nsecond: {comparison.second}\n")
+        print_tables([comparison_table(comparison)])

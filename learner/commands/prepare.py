@@ -41,7 +41,7 @@ def init(
 ) -> None:
     """Check a model and data, add coordinate tokens, and write a YAML that fits the GPU.
 
-    Nothing is trained. The last lines name the next commands.
+    Nothing is trained. The last lines of the output are the next commands.
     """
     from rich.console import Console
 
@@ -145,7 +145,7 @@ def export(
 
 
 def preflight(file: ConfigFile = None, config: ConfigOption = None) -> None:
-    """Print what a launcher script needs from a training YAML, as shell assignments."""
+    """Print the settings of a training YAML for a launcher script, as shell assignments."""
     from learner.config import load_config
     from learner.operate.launch_plan import shell_assignments
 
@@ -174,10 +174,10 @@ def estimate(
     from learner.operate.estimate.report import estimate as run
 
     samples = read_samples(parsed.data.train_jsonl, allow_poly=parsed.allow_poly)
-    found = run(parsed, samples, known, gpus)
+    result = run(parsed, samples, known, gpus)
     if json:
-        print(dumps(as_json(found), indent=2))
+        print(dumps(as_json(result), indent=2))
     else:
-        print_tables(tables(found))
-    if refused := list(found.refusals()):
+        print_tables(tables(result))
+    if refused := list(result.refusals()):
         raise ContractErrors(refused)

@@ -1,4 +1,4 @@
-"""`learner train`, `launch`, `eval` and `demo`: what runs a model."""
+"""`learner train`, `launch`, `eval` and `demo`: the commands that run a model."""
 
 import os
 from pathlib import Path
@@ -29,10 +29,10 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     parsed = load_config(only_config(file, config))
     inputs = check_inputs(parsed)
     first = os.environ.get("RANK", "0") == "0"
-    if over := inputs.finished(parsed.training):
-        if first:  # a kill after the last checkpoint left them
+    if message := inputs.finished(parsed.training):
+        if first:  # old checkpoints remain after a kill right after the last one
             remove_old(Path(parsed.training.output_dir), parsed.training.save_total_limit)
-        tell(console, over)
+        tell(console, message)
         return
     with reporting_waits(partial(tell, console)) if first else nullcontext():
         clients = []
@@ -41,7 +41,7 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
             clients = reach_servers(parsed, os.environ, inputs.readable, partial(tell, console))
         use_passive_wait()
         os.environ.update(learner_environment(inputs.placement, inputs.processes))
-        if inputs.processes > 1:  # a process that ends is told by name, not by its sockets
+        if inputs.processes > 1:  # hides socket errors; the learner reports lost processes itself
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with waiting_for("PyTorch and its libraries to be imported"):
             from learner.runs.atomic_files import expect_full_disks_in_threads
@@ -94,8 +94,8 @@ def launch(
     own = load_mapping(server_config) if server_config is not None else {}
     options = LaunchOptions(device, tuple(server_gpus or ()), train_gpus, train_processes)
     plan = plan_launch(path, parsed, options, own)
-    if over := plan.inputs.finished(parsed.training):
-        say(over)
+    if message := plan.inputs.finished(parsed.training):
+        say(message)
         return
     plan.write_files()
     for server in plan.servers:
@@ -104,7 +104,7 @@ def launch(
         with reporting_waits(say):
             code = run(Crew.of(plan), say)
     finally:
-        console.show_cursor()  # a learner that was stopped may have hidden it
+        console.show_cursor()  # a stopped learner may have hidden it
     raise typer.Exit(code)
 
 
@@ -139,10 +139,9 @@ def evaluate(
 
     plan = plan_evaluation(load_config(only_config(file, config)), checkpoint, data, out)
     console = Console()
-    answering = describe_backend(plan.config, plan.placement)
     tell(console, f"Checkpoint: {plan.checkpoint}")
     tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
-    tell(console, f"Answers: {answering}")
+    tell(console, f"Answers: {describe_backend(plan.config, plan.placement)}")
     with showing_waits(console):
         clients = reach_servers(plan.config)
 
@@ -186,7 +185,7 @@ def demo(
     require_free(folder)
 
     use_passive_wait()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for a CPU, whatever else is there
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo always uses the CPU
     from learner.operate.demo import run_demo
 
     run_demo(folder.resolve(), seed, Console(), control=control, world=world)

@@ -1,4 +1,4 @@
-"""`learner toy`: data and models to try everything with, made on the spot."""
+"""`learner toy`: make toy data and toy models."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,14 +27,14 @@ def make_data(
     world: Annotated[
         Literal["plain", "distinct", "crowded"],
         typer.Option(
-            help="plain: one or two shapes, apart; crowded: 6 to 20 that overlap and repeat; "
+            help="plain: one or two separate shapes; crowded: 6 to 20 that overlap and repeat; "
             "distinct: 3 to 8 of those, each of its own kind."
         ),
     ] = "plain",
     unlabelled: Annotated[
         float,
         typer.Option(
-            help="Chance of an object of a training scene to be left out of its line.",
+            help="Probability that an object of a training scene is not annotated.",
             min=0.0,
             max=0.9,
         ),
@@ -97,7 +97,7 @@ def pretrain_vision(
     steps: Annotated[int, typer.Option(help="Number of steps of 16 scenes.", min=1)] = 2400,
     seed: Seed = 0,
 ) -> None:
-    """Teach the vision tower of a toy model where objects are, before it learns to answer."""
+    """Pretrain the vision tower of a toy model to locate objects."""
     from learner.data.jsonl import read_samples
     from learner.models import toy_vision
     from learner.runs.atomic_files import require_free

@@ -1,7 +1,7 @@
-"""Scale and order of the numbers of boxes, stated or found from all boxes of a file.
+"""Scale and order of box numbers, stated or inferred from all boxes of a file.
 
-The four numbers are fractions, bins (0 to 999), thousandths (0 to 1000) or pixels; and two corners,
-or a corner with width and height. One scale and one order hold for the whole file.
+Scales: fractions, bins (0 to 999), thousandths (0 to 1000) or pixels. Orders: two corners, or a
+corner with width and height. A file has one scale and one order.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from learner.data.records import Corners, Scale, Size
 Numbers = tuple[float, float, float, float]
 
 _UNIT: dict[Scale, float] = {"0..1": 1, "0..999": 999, "0..1000": 1000}
-# One reading must be so many times more likely than the other.
+# Likelihood ratio that decides between pixels and parts of the image.
 _ODDS = 100.0
-# Share of boxes that may be wrong by themselves, such as with x2 < x1.
+# Highest share of boxes that may be faulty, such as x2 < x1.
 _FAULTY = 0.1
 
 
 class Reading(NamedTuple):
-    """How the numbers of boxes are read; evidence: why."""
+    """An interpretation of box numbers; evidence: the reason for it, as text."""
 
     scale: Scale
     corners: Corners
     evidence: str
 
     def unit(self, size: Size) -> tuple[float, float]:
-        """Pixels of an image of this size in 1 of x, and in 1 of y."""
+        """Return the pixels of one unit of x and of y, for an image size in pixels."""
         if self.scale == "pixels":
             return 1.0, 1.0
         return size[0] / _UNIT[self.scale], size[1] / _UNIT[self.scale]
 
     def pixels(self, box: Numbers, size: Size) -> Numbers:
-        """x1, y1, x2, y2."""
+        """Return x1, y1, x2, y2 in pixels."""
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
 
@@ -43,10 +43,10 @@ def find_reading(
     scale: Scale | None,
     corners: Corners | None,
 ) -> Reading | str:
-    """Return the reading, or why the scale cannot be found.
+    """Return the reading, or the reason why the scale is ambiguous.
 
-    sizes: of the image of each box; None if it cannot be read. Its boxes are no evidence.
-    scale, corners: as stated; None: found from all boxes.
+    sizes: image size of each box; boxes without one are not used as evidence.
+    scale, corners: as stated; None: inferred from all boxes.
     """
     order, ordered = find_corners(boxes) if corners is None else (corners, "as stated")
     if scale is not None:
@@ -66,18 +66,19 @@ def _two_corners(box: Numbers, corners: Corners) -> Numbers:
 
 
 def find_corners(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
-    """Two corners, unless too many boxes would end before they begin."""
+    """Return "xyxy" unless more than `_FAULTY` of the boxes would be reversed; and the evidence."""
     backward = sum(c < a or d < b for a, b, c, d in boxes)
     if backward <= _FAULTY * len(boxes):
         return "xyxy", f"the third number is below the first in {backward} of {len(boxes)}"
-    return "xywh", f"as two corners, {backward} of {len(boxes)} would end before they begin"
+    return "xywh", f"as two corners, {backward} of {len(boxes)} would be reversed"
 
 
 def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale | None, str]:
-    """Compare how likely the boxes are as pixels and as parts of their images.
+    """Return the scale, or None if it is ambiguous, and the evidence.
 
-    Parts lie inside of a small image, if they are taken for pixels, by chance only. Pixels of a
-    large image are at most 1,000 by chance only. Corners are taken as evenly spread for both.
+    Compares the likelihoods of pixels and of parts (bins, thousandths), for uniform corners.
+    parts: the probability that parts, read as pixels, fit into images below 1,000 pixels.
+    pixels: the probability that pixels of images above 1,000 pixels are all at most 1,000.
     """
     numbers = [number for box in boxes for number in box]
     if not numbers:
@@ -102,6 +103,6 @@ def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale |
         found = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
         return "0..1000", f"{found}: this is Qwen3-VL's scale"
     return None, (
-        f"{len(boxes):,} boxes do as pixels and as parts of their images: the largest number is "
-        f"{largest:g}, and {outside:,} boxes leave their images as pixels"
+        f"{len(boxes):,} boxes fit as pixels and as parts of their images: the largest number is "
+        f"{largest:g}, and {outside:,} boxes are outside of their images as pixels"
     )

@@ -1,17 +1,17 @@
-"""Everything that is wrong or doubtful in data files, beyond what reading them shows.
+"""Problems and warnings of data files, for `learner data check`.
 
-Problems, which stop a run, are those of `learner.data.jsonl` and images that cannot be decoded,
-have another size than the line says or are too narrow for the model's processor. Warnings, with
-which a run goes on:
+A problem stops a run: a fault of a line (`learner.data.jsonl`), an image that cannot be decoded,
+an image whose size differs from its line, or an image too narrow for the model's processor.
+A warning does not stop a run:
 
     fractions                  no coordinate of the file is above 1
-    pixels                     all of its coordinates would do as pixels of their images
-    x, y, width, height        all of its boxes would do as a corner with width and height
-    odd description            it has markup, a line break or an invisible character
-    too thin to match          it covers no pixel of the canvas on which objects are matched
-    same image in one file     two lines show it; files are compared by their bytes
-    same image in two files    what is trained on is also evaluated on
-    target too long            an answer that names every object is longer than may be generated
+    pixels                     all coordinates are plausible as pixels of their images
+    x, y, width, height        all boxes are plausible as a corner with width and height
+    odd description            a description has markup, a line break or an invisible character
+    too thin to match          a shape covers no pixel of the matching canvas
+    same image in one file     two lines have images with equal bytes
+    same image in two files    a training image is also an evaluation image
+    target too long            the answer with every object exceeds max_new_tokens
     sample too long            prompt and answer do not fit into a pack
 """
 
@@ -22,18 +22,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from learner.data.boxes import find_scale
-from learner.data.images import Looks, UnreadableImage, Watch, image_problem, look_at_all
-from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, brief, scan
+from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
+from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, scan
 from learner.data.lengths import SampleLengths
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
-# All boxes of a file stay in their images as x, y, width, height by such a chance.
+# Highest probability at which "all boxes fit as x, y, width, height" counts as no coincidence.
 _UNLIKELY = 1e-4
-# Share of boxes of two corners that do as x, y, width, height, if corners are spread evenly.
+# Probability that a two-corner box is valid as x, y, width, height, for uniform corners.
 _QUARTER = 0.25
-# Text in a description that chat templates or other formats read as something else.
+# Markup of chat templates and other formats.
 _MARKUP = re.compile(r"</?(?:bbox|ref-object|box|ref|quad|image|video|img|tool_call|think)>")
 
 
@@ -43,7 +44,7 @@ def _warning(kind: str, where: str, found: str, do: str) -> DataProblem:
 
 @dataclass
 class FileReport:
-    """samples, objects: of the lines that can be read."""
+    """samples, objects: counts over the valid lines."""
 
     path: Path
     samples: int = 0
@@ -62,11 +63,11 @@ def check_files(
     canvas: int,
     watch: Watch,
 ) -> list[FileReport]:
-    """A report of each file, its findings in the order of the lines.
+    """Return a report for each file, with findings in line order.
 
-    canvas: the side of that on which objects are matched, in pixels.
+    canvas: side of the matching canvas in pixels.
 
-    Raises ContractError for a file that is not there, cannot be read or is empty.
+    Raises ContractError for a missing, unreadable or empty file.
     """
     reports: list[FileReport] = []
     uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
@@ -82,14 +83,14 @@ def check_files(
         report.samples, report.objects = len(samples), sum(len(s.objects) for s in samples)
         report.findings += _doubts(samples)
         reports.append(report)
-    _check_images(uses, watch(look_at_all(list(uses)), len(uses)))
+    _check_images(uses, watch(inspect_all(list(uses)), len(uses)))
     for report in reports:
         report.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
     return reports
 
 
 def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
-    """The first reason why coordinates look like something else than bins, at the first object."""
+    """Yield at most one warning, at the first object, if coordinates do not look like bins."""
     objects = [(item.shape, sample) for sample in samples for item in sample.objects]
     if not objects:
         return
@@ -101,13 +102,13 @@ def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
         do = f"Multiply them by {MAX_BIN}: bin k is k/{MAX_BIN} of the width or height."
         yield _warning("fractions", where, found, do)
     elif scale == "pixels":
-        found = f"the {len(objects)} objects lie where they would as pixels of their images"
+        found = f"the {len(objects)} objects are plausible as pixels of their images"
         do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data look --out`."
         yield _warning("pixels", where, found, do)
     elif _QUARTER ** len(boxes) < _UNLIKELY and all(
         x1 + x2 <= MAX_BIN and y1 + y2 <= MAX_BIN for x1, y1, x2, y2 in boxes
     ):
-        found = f"all of {len(boxes)} boxes stay in their images as x, y, width, height"
+        found = f"all {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
         yield _warning("x, y, width, height", where, found, do)
 
@@ -115,13 +116,13 @@ def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:
     for index, item in enumerate(sample.objects):
         if (odd := odd_text(item.desc)) is not None:
-            found = f"objects[{index}].desc {brief(item.desc)} has {odd}"
+            found = f"objects[{index}].desc {shown(item.desc)} has {odd}"
             do = "Remove it: the model learns to write it, and other programs may read it."
             yield _warning("odd description", sample.sample_id, found, do)
         if not covers_a_pixel(item.shape, canvas):
             found = (
                 f"objects[{index}] {item.desc!r} covers no pixel of the canvas on which "
-                f"objects are matched: {brief(item.shape.coords)}"
+                f"objects are matched: {shown(item.shape.coords)}"
             )
             do = "Widen it or leave it out; no prediction is ever matched to it."
             yield _warning("too thin to match", sample.sample_id, found, do)
@@ -130,7 +131,7 @@ def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> It
 
 
 def odd_text(description: str) -> str | None:
-    """What a description has that no name of an object should have, if it has any."""
+    """Return the markup or odd character in a description; None if there is none."""
     if (markup := _MARKUP.search(description)) is not None:
         return markup[0]
     for character in description:
@@ -148,7 +149,7 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
             f"{len(sample.objects)} objects take {target} tokens, and "
             f"rollout_matching.max_new_tokens is {limits.answer}"
         )
-        do = "Raise it, or give fewer objects; answers end before they have named all of them."
+        do = "Raise it, or give fewer objects; longer answers are cut off."
         yield _warning("target too long", sample.sample_id, found, do)
     try:
         prompt = lengths.prompt(sample)
@@ -165,22 +166,22 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
         yield _warning("sample too long", sample.sample_id, found, do)
 
 
-def _check_images(uses: dict[Path, list[tuple[FileReport, Sample]]], looks: Looks) -> None:
-    """Add what is wrong with images, by the samples that show them, to the reports."""
-    seen: dict[bytes, tuple[FileReport, Sample]] = {}
-    for path, look in looks:
+def _check_images(uses: dict[Path, list[tuple[FileReport, Sample]]], results: ImageResults) -> None:
+    """Add problems of images, and warnings about equal images, to the reports."""
+    first_use: dict[bytes, tuple[FileReport, Sample]] = {}
+    for path, result in results:
         for report, sample in uses[path]:
             size = (sample.width, sample.height) if path == sample.images[0] else None
-            if (problem := image_problem(sample.sample_id, size, path, look)) is not None:
+            if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
                 report.findings.append(problem)
-            if isinstance(look, UnreadableImage):
+            if isinstance(result, UnreadableImage):
                 continue
-            its_report, first = seen.setdefault(look.digest, (report, sample))
+            first_report, first = first_use.setdefault(result.digest, (report, sample))
             if first is sample:
                 continue
             alike = "the same" if sample.objects == first.objects else "other"
             found = f"image {path} is that of {first.sample_id}, with {alike} objects"
             kind, do = "same image in one file", "Keep one of the lines."
-            if its_report is not report:
+            if first_report is not report:
                 kind, do = "same image in two files", "Keep it in one of the files."
             report.findings.append(_warning(kind, sample.sample_id, found, do))

@@ -1,7 +1,7 @@
-"""COCO and LVIS files: what is read of them, and what is written.
+"""Reader and writers of COCO and LVIS files.
 
-read_coco    annotations as people publish them -> `Source`
-to_coco      samples -> boxes and polygons in pixels, as `pycocotools.coco.COCO` reads them
+read_coco    a published annotation file -> `Source`
+to_coco      samples -> boxes and polygons in pixels, for `pycocotools.coco.COCO`
 to_lvis      the same with the lists of LVIS
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 from learner.data.jsonl import (
     MAX_SIDE,
     bounding_box,
-    brief,
     is_description,
     read_text,
     strict_json,
@@ -26,9 +25,10 @@ from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 _COCO_JSON = "Name a JSON file of COCO instances."
-# Keys of LVIS for those of `metadata`.
+# Key of `metadata` -> key of an LVIS image.
 LVIS_LISTS = {
     NEG_CATEGORIES: "neg_category_ids",
     NOT_EXHAUSTIVE_CATEGORIES: "not_exhaustive_category_ids",
@@ -36,13 +36,13 @@ LVIS_LISTS = {
 
 
 def read_coco(path: Path, folder: Path) -> Source:
-    """Read a file of COCO or LVIS instances. folder: where its file names start.
+    """Read a file of COCO or LVIS instances. folder: base of its image file names.
 
-    An annotation without a box gets that of its polygons or mask. Image records of one file are
-    put together.
+    An annotation without a box gets the bounding box of its polygons or mask. Image records with
+    one file name are merged.
 
-    Raises ContractError for what is no such file, for ids of images or categories given twice, and
-    for lists of LVIS with ids of no category.
+    Raises ContractError for another kind of file, for repeated ids of images or categories, and
+    for unknown category ids in LVIS lists.
     """
     text = read_text(path, _COCO_JSON)
     document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
@@ -50,20 +50,20 @@ def read_coco(path: Path, folder: Path) -> Source:
     names = {_id(each): each.get("name") for each in categories}
     account, ids = Account(), set[Any]()
     pictures, of_image = dict[Any, Picture](), dict[Any, Picture]()
-    for given in images:
-        picture = _picture(given, _lists(path, given, names))
+    for image in images:
+        picture = _picture(image, _lists(path, image, names))
         if picture is None:
-            account.note(Rule.BAD_IMAGE, brief(given))
+            account.note(Rule.BAD_IMAGE, shown(image))
             continue
         key = (os.path.normpath(picture.name), picture.size)
         account.note(Rule.REPEATED_IMAGE, picture.name, key in pictures)
         of_image[picture.id] = pictures.setdefault(key, picture)
-    for given in annotations:
-        one = _annotation(given, names)
+    for annotation in annotations:
+        one = _annotation(annotation, names)
         if one.id is not None:
             account.note(Rule.REPEATED_ID, one, one.id in ids)
             ids.add(one.id)
-        account.note(Rule.NO_BOX, one, one.fault is None and not given.get("bbox"))
+        account.note(Rule.NO_BOX, one, one.fault is None and not annotation.get("bbox"))
         if one.image_id in of_image:
             of_image[one.image_id].annotations.append(one)
         else:
@@ -73,7 +73,7 @@ def read_coco(path: Path, folder: Path) -> Source:
 
 
 def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
-    """The images, annotations and categories of a file; what is no mapping in them is empty."""
+    """Return the images, annotations and categories; entries that are no mapping become empty."""
     found, sections = "", document if isinstance(document, dict) else {}
     lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
     if isinstance(document, list):
@@ -87,25 +87,25 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     mappings = [[one if isinstance(one, dict) else {} for one in each] for each in lists]
     for key, section in (("images", mappings[0]), ("categories", mappings[2])):
         ids = Counter(map(_id, section))
-        if twice := [each for each, times in ids.items() if each is not None and times > 1]:
-            found = f"ids given twice: {brief(twice)}"
+        if repeated := [each for each, times in ids.items() if each is not None and times > 1]:
+            found = f"ids given twice: {shown(repeated)}"
             raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
     return mappings
 
 
-def _id(given: dict[str, Any], key: str = "id") -> Id | None:
-    value = given.get(key)
+def _id(record: dict[str, Any], key: str = "id") -> Id | None:
+    value = record.get(key)
     return value if isinstance(value, int | str) else None
 
 
-def _picture(given: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
-    """LVIS names an image by its URL alone: the last two parts are folder and file."""
-    name, id = given.get("file_name"), _id(given)
-    if name is None and isinstance(url := given.get("coco_url"), str):
+def _picture(image: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
+    """Return a picture; without `file_name` (LVIS), folder and file come from `coco_url`."""
+    name, id = image.get("file_name"), _id(image)
+    if name is None and isinstance(url := image.get("coco_url"), str):
         name = "/".join(url.rsplit("/", 2)[1:])
     if id is None or not isinstance(name, str) or not name:
         return None
-    width, height = given.get("width"), given.get("height")
+    width, height = image.get("width"), image.get("height")
     size = None
     if isinstance(width, int) and isinstance(height, int) and min(width, height) > 0:
         size = width, height
@@ -118,32 +118,32 @@ def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str
         if isinstance(listed := image.get(of_ids), list):
             if unknown := [i for i in listed if not isinstance(i, int | str) or i not in names]:
                 where = f"{path}: {of_ids} of image {_id(image)}"
-                found = f"{brief(unknown)} are ids of no category"
+                found = f"{shown(unknown)} are ids of no category"
                 raise ContractError(where, found, "Remove them, or list the categories.")
             named = (names[each] for each in listed)
             lists[key] = [normalized(name) for name in named if is_description(name)]
     return lists
 
 
-def _annotation(given: dict[str, Any], names: dict[Any, Any]) -> Annotation:
-    category_id = _id(given, "category_id")
-    segmentation: Any = given.get("segmentation")
+def _annotation(record: dict[str, Any], names: dict[Any, Any]) -> Annotation:
+    category_id = _id(record, "category_id")
+    segmentation: Any = record.get("segmentation")
     alone = isinstance(segmentation, list) and len(segmentation) == 1
-    fault = Rule.CROWD if given.get("iscrowd") in (1, "1") else None
+    fault = Rule.CROWD if record.get("iscrowd") in (1, "1") else None
     if fault is None and category_id not in names:
         fault = Rule.UNKNOWN_CATEGORY
     return Annotation.read(
-        _id(given),
-        _id(given, "image_id"),
+        _id(record),
+        _id(record, "image_id"),
         names.get(category_id),
-        given.get("bbox") or _box_of(segmentation),
+        record.get("bbox") or _box_of(segmentation),
         fault,
         polygon=segmentation[0] if alone and _is_polygon(segmentation[0]) else None,
     )
 
 
 def _box_of(segmentation: Any) -> list[float] | None:
-    """x, y, width, height of polygons or of a run-length mask; None if it is neither."""
+    """Return x, y, width, height of polygons or of a run-length mask; None for other values."""
     if isinstance(segmentation, list) and segmentation and all(map(_is_polygon, segmentation)):
         xs = [x for polygon in segmentation for x in polygon[0::2]]
         ys = [y for polygon in segmentation for y in polygon[1::2]]
@@ -168,7 +168,7 @@ def _box_of(segmentation: Any) -> list[float] | None:
 
 
 def _is_polygon(value: Any) -> bool:
-    """Whether a value is a list of three points or more."""
+    """Return whether a value is a flat list of three or more points."""
     return (
         isinstance(value, list)
         and len(value) >= 6
@@ -178,13 +178,13 @@ def _is_polygon(value: Any) -> bool:
 
 
 def image_name(image: Path, root: Path) -> str:
-    """Relative to the root where the image lies under it."""
+    """Return the image path, relative to `root` if the image is below it."""
     root = root.absolute()
     return str(image.relative_to(root) if image.is_relative_to(root) else image)
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """Publish what `to_coco` or `to_lvis` made."""
+    """Publish a document of `to_coco` or `to_lvis`; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(path, json.dumps(document, ensure_ascii=False, indent=1) + "\n")
 
@@ -196,14 +196,14 @@ def to_coco(
     listed: Iterable[str] = (),
     behind: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """COCO detection ground truth of samples with one image each.
+    """Return COCO detection ground truth of samples with one image each.
 
-    listed, behind: more categories, which have their places among the others or behind them.
+    listed: more categories, sorted among the descriptions. behind: categories after all others.
 
-    Ids count from 1; image i is sample i - 1. Categories are the descriptions, sorted.
-    `bbox` is x, y, width, height in pixels (k/999 times the image side), of a polygon those
-    of the box around it; a polygon has a `segmentation`, and its own area. File names are
-    relative to `image_root` where the image lies under it.
+    Ids count from 1; image i is sample i - 1. Categories are the sorted descriptions.
+    `bbox` is x, y, width, height in pixels (k/999 times the image side). A polygon has its
+    bounding box as `bbox`, its points as `segmentation`, and its own area. File names are relative
+    to `image_root` for images below it.
     """
     descriptions = sorted({*listed, *(o.desc for s in samples for o in s.objects)})
     descriptions += sorted({*behind}.difference(descriptions))
@@ -224,30 +224,29 @@ def to_coco(
     }
 
 
-# LVIS's classes of frequency: up to so many images.
+# Largest numbers of images of LVIS's frequency classes "r" and "c".
 _RARE, _COMMON = 10, 100
 
 
 def to_lvis(
     samples: Sequence[Sample], image_root: Path, *, behind: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Like `to_coco`, with what LVIS's evaluation reads in addition.
+    """Return `to_coco`'s document with the additional keys of LVIS's evaluation.
 
-    The lists of an image are those of its `metadata`. Without `neg_categories`, the image is taken
-    as annotated with every category: all that it does not show are negative. How frequent a
-    category is follows from the images of this file.
+    The lists of an image come from its `metadata`. Without `neg_categories`, all categories that
+    the image does not show are negative. Frequencies count the images of this file.
     """
     listed = (name for s in samples for names in s.category_lists.values() for name in names)
     lvis = to_coco(samples, image_root, listed=listed, behind=behind)
     ids = {category["name"]: category["id"] for category in lvis["categories"]}
     instances, images = Counter[str](), Counter[str]()
     for image, sample in zip(lvis["images"], samples, strict=True):
-        shown = Counter(o.desc for o in sample.objects)
-        instances += shown
-        images.update(shown.keys())
+        present = Counter(o.desc for o in sample.objects)
+        instances += present
+        images.update(present.keys())
         partly = sample.category_lists.get(NOT_EXHAUSTIVE_CATEGORIES, [])
-        unseen = [name for name in ids if name not in shown and name not in partly]
-        lists = {NEG_CATEGORIES: unseen, NOT_EXHAUSTIVE_CATEGORIES: partly, **sample.category_lists}
+        absent = [name for name in ids if name not in present and name not in partly]
+        lists = {NEG_CATEGORIES: absent, NOT_EXHAUSTIVE_CATEGORIES: partly, **sample.category_lists}
         for key, names in lists.items():
             image[LVIS_LISTS[key]] = [ids[name] for name in names]
     for category in lvis["categories"]:
@@ -269,12 +268,12 @@ def _geometry(shape: Shape, width: int, height: int) -> dict[str, Any]:
 
 
 def pixel_area(shape: Shape, width: int, height: int) -> float:
-    """Square pixels that a norm1000 shape covers of an image, as `to_coco` has it."""
+    """Return `to_coco`'s area of a norm1000 shape, in square pixels."""
     area: float = _geometry(shape, width, height)["area"]
     return area
 
 
 def pixel_xywh(shape: Shape, width: int, height: int) -> list[float]:
-    """x, y, width, height in pixels of the box around a norm1000 shape."""
+    """Return x, y, width, height in pixels of the bounding box of a norm1000 shape."""
     x1, y1, x2, y2 = (decode_bin(k) for k in bounding_box(shape))
     return [x1 * width, y1 * height, (x2 - x1) * width, (y2 - y1) * height]

@@ -1,4 +1,4 @@
-"""Conversations with boxes, a line or an entry of a JSON list each.
+"""Conversations with boxes: JSONL, or a JSON list.
 
     ms-swift          {"messages": [...], "images": ["a.png"], "objects": {"ref": ["cat"],
                        "bbox": [[1, 2, 3, 4]], "bbox_type": "real"}}
@@ -6,7 +6,7 @@
                        "[{'bbox_2d': [1, 2, 3, 4], 'label': 'cat'}]"}], "image": "a.png"}
     answers alone     {"image": "a.png", "objects": [{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]}
 
-Records of one image are put together.
+Records of one image are merged.
 """
 
 import json
@@ -29,8 +29,8 @@ _PLACEHOLDER = re.compile(r"<ref-object>|<bbox>")
 _PROMPT = "<image>Detect all objects. Answer with a JSON list of bbox_2d and label."
 
 
-class _Found(NamedTuple):
-    """image: its place among those of the record. numbers: as written. scale: as stated."""
+class _Box(NamedTuple):
+    """image: index among the record's images. numbers: as in the file. scale: as stated."""
 
     image: int
     name: Any
@@ -39,7 +39,7 @@ class _Found(NamedTuple):
 
 
 def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and record of each line of JSONL, or of each entry of a JSON list."""
+    """Yield (location, record) for each line of JSONL or entry of a JSON list."""
     if next(raw_lines(path)).lstrip().startswith(b"["):
         do = "Write a JSON list, or JSONL."
         for index, entry in enumerate(strict_json(read_text(path, do), str(path), do)):
@@ -52,10 +52,10 @@ def records(path: Path) -> Iterator[tuple[str, Any]]:
 def read_conversations(
     path: Path, folder: Path, scale: Scale | None, corners: Corners | None
 ) -> Source:
-    """Read conversations. folder: where names of images start.
+    """Read conversations. folder: base of image names.
 
-    scale, corners: of all boxes; None: as a record states it (ms-swift's `bbox_type`), or to be
-    found from all boxes of the file.
+    scale, corners: of all boxes. None: as the record states it (ms-swift's `bbox_type`), else
+    inferred from all boxes of the file.
     """
     account, pictures = Account(), dict[str, Picture]()
     for where, record in records(path):
@@ -76,10 +76,10 @@ def read_conversations(
 
 
 def _images(record: dict[str, Any]) -> Iterator[str]:
-    """Names of the images of a record, also of those inside of messages."""
-    given = record.get("images", record.get("image"))
-    listed = given if isinstance(given, list) else [given]
-    if given is None:
+    """Yield the image names of a record; without `images` or `image`, those of its messages."""
+    value = record.get("images", record.get("image"))
+    listed = value if isinstance(value, list) else [value]
+    if value is None:
         turns = (turn.get("content") for turn in _turns(record))
         parts = [part for content in turns if isinstance(content, list) for part in content]
         listed = [part.get("image") for part in parts if isinstance(part, dict)]
@@ -101,8 +101,8 @@ def _text(turn: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _objects(record: dict[str, Any], images: int) -> list[_Found] | None:
-    """The boxes of a record with so many images; None if it has no list of them."""
+def _objects(record: dict[str, Any], images: int) -> list[_Box] | None:
+    """Return the boxes of a record with `images` images; None without a list of boxes."""
     objects = record.get("objects")
     if isinstance(objects, dict):
         return _swift_objects(record, objects, images)
@@ -111,20 +111,20 @@ def _objects(record: dict[str, Any], images: int) -> list[_Found] | None:
         answers = [
             _text(turn) for turn in _turns(record) if turn.get("role", turn.get("from")) in _ANSWERS
         ]
-        lists = [entries for answer in answers if (entries := _answered(answer)) is not None]
-    if not lists or images != 1:  # of several images, an answer does not say which
+        lists = [entries for answer in answers if (entries := _answer_boxes(answer)) is not None]
+    if not lists or images != 1:  # an answer does not name one of several images
         return None
     entries = [entry for each in lists for entry in each]
-    return [_Found(0, _first(entry, _NAMES), _first(entry, _BOXES)) for entry in entries]
+    return [_Box(0, _first(entry, _NAMES), _first(entry, _BOXES)) for entry in entries]
 
 
 def _first(entry: Any, keys: Sequence[str]) -> Any:
-    found = [entry[key] for key in keys if key in entry] if isinstance(entry, dict) else []
-    return found[0] if found else None
+    keys = [key for key in keys if key in entry] if isinstance(entry, dict) else []
+    return entry[keys[0]] if keys else None
 
 
-def _answered(answer: str) -> list[Any] | None:
-    """The list of boxes in an answer, with or without a fence around it; None without one."""
+def _answer_boxes(answer: str) -> list[Any] | None:
+    """Return the JSON list of boxes in an answer, fenced or not; None without one."""
     start = min((at for at in map(answer.find, "[{") if at >= 0), default=-1)
     if start < 0:
         return None
@@ -139,8 +139,8 @@ def _answered(answer: str) -> list[Any] | None:
 
 def _swift_objects(
     record: dict[str, Any], objects: dict[str, Any], images: int
-) -> list[_Found] | None:
-    """Boxes of ms-swift; as many names as boxes, or the name before each `<bbox>`."""
+) -> list[_Box] | None:
+    """Return boxes of ms-swift; names are one per box, or that before each `<bbox>`."""
     refs, boxes = objects.get("ref") or [], objects.get("bbox")
     if not isinstance(refs, list) or not isinstance(boxes, list):
         return None
@@ -161,13 +161,12 @@ def _swift_objects(
         return None
     scale = _SWIFT_SCALES.get(objects.get("bbox_type"))
     return [
-        _Found(image, ref, box, scale)
-        for image, ref, box in zip(of_image, refs, boxes, strict=True)
+        _Box(image, ref, box, scale) for image, ref, box in zip(of_image, refs, boxes, strict=True)
     ]
 
 
 def write_swift(samples: Sequence[Sample], image_root: Path, out: Path) -> None:
-    """Publish grounding data of ms-swift; polygons become the boxes around them."""
+    """Publish grounding data of ms-swift; polygons become their bounding boxes."""
     lines = []
     for sample in samples:
         boxes = []

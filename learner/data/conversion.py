@@ -1,8 +1,7 @@
-"""A `Source` as lines of a data file.
+"""Conversion of a `Source` to a data file.
 
-convert            the lines, and the account of what was changed or left out
-write_records      publishes them
-write_left_out     publishes the annotations that became no object
+convert          returns the lines, with an account of changes and omissions
+write_records    publishes the lines
 """
 
 import os
@@ -13,7 +12,14 @@ from typing import Any
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.boxes import Reading, find_reading
-from learner.data.images import Look, Seen, UnreadableImage, Watch, look_at_all, look_at_header
+from learner.data.images import (
+    ImageInfo,
+    ImageResult,
+    UnreadableImage,
+    Watch,
+    inspect_all,
+    inspect_header,
+)
 from learner.data.jsonl import bounding_box, write_lines
 from learner.data.records import Account, Annotation, Order, Picture, Rule, Scale, Size, Source
 from learner.stages.coords import encode_bin
@@ -21,7 +27,7 @@ from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind, GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 
-# Boxes that stick out of their image by fewer pixels were only rounded.
+# Largest overhang of a box over its image, in pixels, that counts as rounding.
 _ROUNDING = 0.01
 _CANVAS = MatchingConfig().maskiou_resolution
 Readings = dict[Scale | None, Reading]
@@ -29,9 +35,9 @@ Readings = dict[Scale | None, Reading]
 
 @dataclass
 class Conversion:
-    """records: lines of the data file. images, annotations: how many the source has.
+    """records: lines of the data file. images, annotations: counts of the source.
 
-    evidence: how numbers of boxes were read, where the source does not state it.
+    evidence: the inferred reading of box numbers, if the source does not state it.
     """
 
     account: Account
@@ -53,31 +59,31 @@ def convert(
     order: Order = "file",
     skip_empty: bool = False,
 ) -> Conversion:
-    """Convert; images come in the order of the source. Only their headers are read.
+    """Convert a source, in its order of images; only image headers are read.
 
-    out: the data file, at whose folder its image paths start.
-    geometry: `poly` takes an annotation's polygon where it has exactly one, else its box.
-    skip_empty: leave out images without an annotation.
+    out: path of the data file; its image paths are relative to the folder of `out`.
+    geometry: `poly` uses the polygon of an annotation with exactly one polygon, else its box.
+    skip_empty: leave out images without annotations.
 
-    Raises ContractError, about the scale, where that is neither stated nor found.
+    Raises ContractError if the scale is neither stated nor unambiguous.
     """
     account, pictures = source.account, source.pictures
     paths = [source.folder.absolute() / picture.name for picture in pictures]
-    seen = [look for _, look in watch(look_at_all(paths, look_at_header), len(paths))]
-    readings, evidence = _readings(source, seen)
+    results = [result for _, result in watch(inspect_all(paths, inspect_header), len(paths))]
+    readings, evidence = _readings(source, results)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion = Conversion(account, len(pictures), annotations, evidence)
-    for picture, path, look in zip(pictures, paths, seen, strict=True):
-        fault = _fault(picture, path, look)
+    for picture, path, result in zip(pictures, paths, results, strict=True):
+        fault = _fault(picture, path, result)
         if fault is not None:
             account.note(fault, picture.name)
             for one in picture.annotations:
                 account.leave_out(one, picture.name, fault)
             continue
-        assert isinstance(look, Look), "else it has a fault"
-        account.note(Rule.REORIENTED, picture.name, look.reoriented)
-        objects = _objects(picture, look.size, readings, geometry, account)
-        if picture.annotations and not objects:  # what it shows is not nothing
+        assert isinstance(result, ImageInfo), "else it has a fault"
+        account.note(Rule.REORIENTED, picture.name, result.reoriented)
+        objects = _objects(picture, result.size, readings, geometry, account)
+        if picture.annotations and not objects:  # the image shows objects: it is not empty
             account.note(Rule.ALL_LEFT_OUT, picture.name)
             continue
         if not objects:
@@ -86,59 +92,59 @@ def convert(
             axes = (0, 1) if order == "left-to-right" else (1, 0)
             objects.sort(key=lambda item: [bounding_box(item.shape)[axis] for axis in axes])
         if objects or not skip_empty:
-            conversion.records.append(_record(picture, path, look.size, objects, out))
+            conversion.records.append(_record(picture, path, result.size, objects, out))
     return conversion
 
 
-def _readings(source: Source, seen: Sequence[Seen]) -> tuple[Readings, str]:
-    """How to read the boxes of each stated scale, and of those of none; and the evidence."""
+def _readings(source: Source, results: Sequence[ImageResult]) -> tuple[Readings, str]:
+    """Return the reading of boxes by their stated scale (None: not stated), and the evidence."""
     boxes: dict[Scale | None, list[tuple[Any, Size | None]]] = {}
-    for picture, look in zip(source.pictures, seen, strict=True):
-        size = look.size if isinstance(look, Look) else picture.size
+    for picture, result in zip(source.pictures, results, strict=True):
+        size = result.size if isinstance(result, ImageInfo) else picture.size
         for one in picture.annotations:
             if one.fault is None:
                 boxes.setdefault(one.scale, []).append((one.box, size))
     readings, evidence = {}, []
     for scale, known in boxes.items():
         numbers, sizes = zip(*known, strict=True)
-        found = find_reading(numbers, sizes, scale, source.corners)
-        if isinstance(found, str):
+        reading = find_reading(numbers, sizes, scale, source.corners)
+        if isinstance(reading, str):
             do = "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels"
-            raise ContractError("--scale", found, do)
-        readings[scale] = found
+            raise ContractError("--scale", reading, do)
+        readings[scale] = reading
         if scale is None or source.corners is None:
-            evidence.append(f"{len(known)} boxes: {found.evidence}")
+            evidence.append(f"{len(known)} boxes: {reading.evidence}")
     return readings, "; ".join(evidence)
 
 
-def _fault(picture: Picture, path: Path, look: Seen) -> Rule | None:
-    """Why an image is left out, None where it is not."""
+def _fault(picture: Picture, path: Path, result: ImageResult) -> Rule | None:
+    """Return the rule that leaves an image out, or None."""
     if not os.path.isfile(path):
         return Rule.MISSING_IMAGE
-    if isinstance(look, UnreadableImage):
+    if isinstance(result, UnreadableImage):
         return Rule.UNREADABLE_IMAGE
-    return None if picture.size in (None, look.size) else Rule.OTHER_SIZE
+    return None if picture.size in (None, result.size) else Rule.OTHER_SIZE
 
 
 def _objects(
     picture: Picture, size: Size, readings: Readings, geometry: GeometryKind, account: Account
 ) -> list[GroundTruthObject]:
-    found: dict[GroundTruthObject, None] = {}
+    objects: dict[GroundTruthObject, None] = {}
     for one in picture.annotations:
         if one.fault is not None:
             item, rules = None, [one.fault]
         else:
             shape, rules = _shape_of(one, size, readings[one.scale], geometry)
             item = None if shape is None else GroundTruthObject(one.desc, shape)
-        if item in found:
+        if item in objects:
             item, rules = None, [Rule.DUPLICATE]
         if item is None:
             account.leave_out(one, picture.name, rules[0])
             continue
-        found[item] = None
+        objects[item] = None
         for rule in rules:
             account.note(rule, one)
-    return list(found)
+    return list(objects)
 
 
 Points = list[tuple[float, float]]
@@ -147,7 +153,7 @@ Points = list[tuple[float, float]]
 def _shape_of(
     one: Annotation, size: Size, reading: Reading, geometry: GeometryKind
 ) -> tuple[Shape | None, list[Rule]]:
-    """The shape and how it was changed, or None and why there is none."""
+    """Return the shape and its changes, or None and the rule that leaves it out."""
     width, height = size
     x1, y1, x2, y2 = reading.pixels(one.box, size)
     shape, points, rules = None, [(x1, y1), (x2, y2)], list[Rule]()
@@ -169,9 +175,9 @@ def _shape_of(
 
 
 def _shape(kind: GeometryKind, points: Points, size: Size) -> Shape | None:
-    """Points outside of the image move to its nearest edge; repeated ones of a polygon are one.
+    """Return the shape with points clipped to the image and repeated polygon points merged.
 
-    None for a shape that covers no pixel of the canvas on which objects are matched.
+    Return None if it covers no pixel of the matching canvas.
     """
     inside = [_inside(point, size) for point in points]
     bins = [(encode_bin(x / size[0]), encode_bin(y / size[1])) for x, y in inside]
@@ -190,8 +196,8 @@ def _inside(point: tuple[float, float], size: Size) -> tuple[float, float]:
 def _record(
     picture: Picture, path: Path, size: Size, objects: Sequence[GroundTruthObject], out: Path
 ) -> dict[str, Any]:
-    # `..` leads out of the folder where a link points, so both are resolved; the image itself
-    # keeps its name.
+    # `..` of a linked folder is the target's parent, so both folders are resolved; an image that is
+    # a link itself keeps its name.
     image = os.path.relpath(path.parent.resolve() / path.name, out.parent.resolve())
     return {
         "images": [image],
@@ -203,9 +209,9 @@ def _record(
 
 
 def write_records(conversion: Conversion, out: Path) -> None:
-    """Publish a data file, whole or not at all.
+    """Publish a data file atomically.
 
-    Raises ContractError when no image is left, or no object came of the annotations.
+    Raises ContractError if no image is left, or if no annotation became an object.
     """
     if not conversion.records:
         do = "See in the table why each was left out."
@@ -218,9 +224,3 @@ def write_records(conversion: Conversion, out: Path) -> None:
             'and "1" is not 1.',
         )
     write_lines(out, conversion.records)
-
-
-def write_left_out(conversion: Conversion, source: Path, out: Path) -> None:
-    """Publish a JSON line for each annotation of the file `source` that became no object."""
-    left_out = conversion.account.left_out
-    write_lines(out, [{"file": str(source), **left} for left in left_out])

@@ -1,7 +1,7 @@
-"""The formats beside the data file: which of them a file or folder has, and both ways.
+"""Other formats than the data file: detection, reading, writing.
 
-detect_format    by what the file or folder holds
-read_other       -> `Source`
+detect_format    returns the format of a file or folder by its content
+read_other       a file or folder -> `Source`
 write_other      a data file -> a file or folder
 """
 
@@ -11,19 +11,20 @@ from pathlib import Path
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, records, write_swift
-from learner.data.images import Look, Watch, image_problem, look_at_all, look_at_header
-from learner.data.jsonl import DataProblem, brief, capped, read_text, scan
+from learner.data.images import ImageInfo, Watch, image_problem, inspect_all, inspect_header
+from learner.data.jsonl import DataProblem, capped, read_text, scan
 from learner.data.records import Account, Corners, Format, Rule, Scale, Source
 from learner.data.voc import NOT_XML, read_voc, write_voc
 from learner.data.yolo import DATA_YAML, read_yolo, write_yolo
 from learner.types import GeometryKind, Sample
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 _DO = "Name the format with --from, and see docs/data.md for what each looks like"
 
 
 def detect_format(path: Path) -> Format:
-    """Return the format of a file or folder by what it holds; raises ContractError if by none."""
+    """Return the format of a file or folder by its content; raises ContractError if unknown."""
     if path.is_dir():
         if (path / DATA_YAML).is_file():
             return "yolo"
@@ -49,7 +50,7 @@ def detect_format(path: Path) -> Format:
         return "jsonl"
     if record.keys() & {"image", "images"}:
         return "qwen"
-    found = f"the first record has the keys {brief(sorted(record))}, which are of no known format"
+    found = f"the first record has the keys {shown(sorted(record))}, which are of no known format"
     raise ContractError(where, found, _DO)
 
 
@@ -61,10 +62,10 @@ def read_other(
     scale: Scale | None = None,
     corners: Corners | None = None,
 ) -> Source:
-    """Return what a file or folder holds.
+    """Read a file or folder.
 
-    images: the folder that image names start at, if it is stated. split: of yolo and voc. scale,
-    corners: of conversations, whose formats differ in what a record calls its turns and boxes.
+    images: base of image names, if stated. split: of yolo and voc. scale, corners: of
+    conversations; one reader handles all their formats.
     """
     if form == "yolo":
         return read_yolo(source, split)
@@ -78,11 +79,11 @@ def read_other(
 def write_other(
     source: Path, out: Path, form: Format, images: Path, geometry: GeometryKind, watch: Watch
 ) -> tuple[list[Sample], Account]:
-    """Write a data file whose samples have one image each in another format; returns the samples.
+    """Write a data file in another format; return its samples, which have one image each.
 
-    images: the folder that image names start at; yolo and voc have copies of the images.
+    images: base of image names; yolo and voc get copies of the images.
 
-    Raises ContractErrors: all that is wrong with the data file, each as `file:line`.
+    Raises ContractErrors: all problems of the data file, each at `file:line`.
     """
     lines = list(scan(source, allow_poly=True))
     problems = [problem for line in lines for problem in line.problems]
@@ -113,23 +114,23 @@ def write_other(
 def _image_faults(
     samples: Sequence[Sample], account: Account, watch: Watch
 ) -> Iterator[DataProblem]:
-    """Faults of the samples' images, of which only the headers are read."""
+    """Yield faults of the samples' images; only headers are read."""
     paths = [sample.images[0] for sample in samples]
-    looks = watch(look_at_all(paths, look_at_header), len(paths))
-    for sample, (image, look) in zip(samples, looks, strict=True):
+    results = watch(inspect_all(paths, inspect_header), len(paths))
+    for sample, (image, result) in zip(samples, results, strict=True):
         if len(sample.images) > 1:
             found = f"the sample has {len(sample.images)} images"
             do = "Give it one; the other formats hold objects of one image."
             yield DataProblem("several images", sample.sample_id, found, do)
         size = (sample.width, sample.height)
-        if (problem := image_problem(sample.sample_id, size, image, look)) is not None:
+        if (problem := image_problem(sample.sample_id, size, image, result)) is not None:
             yield problem
-        elif isinstance(look, Look) and look.reoriented:
+        elif isinstance(result, ImageInfo) and result.reoriented:
             account.note(Rule.REORIENTED, sample.sample_id)
 
 
 def _names_of_images(samples: Sequence[Sample]) -> list[str]:
-    """Names in one folder; those of folders are in front (`day_a.jpg`), as far as they differ."""
+    """Return names for one flat folder: the path below the common folder, as `day_a.jpg`."""
     paths = [Path(os.path.normpath(sample.images[0])) for sample in samples]
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     return ["_".join(path.relative_to(root).parts) for path in paths]
@@ -138,16 +139,16 @@ def _names_of_images(samples: Sequence[Sample]) -> list[str]:
 def _name_faults(
     samples: Sequence[Sample], names: Sequence[str], xml: bool
 ) -> Iterator[DataProblem]:
-    """Samples whose files of labels would have one name, and descriptions that XML cannot hold."""
+    """Yield samples with equal label file names, and descriptions that XML cannot contain."""
     first: dict[str, Sample] = {}
     for sample, name in zip(samples, names, strict=True):
-        before = first.setdefault(Path(name).stem, sample)
-        if before is not sample:
-            found = f"image {sample.images[0]} has the name of that of {before.sample_id}"
+        earlier = first.setdefault(Path(name).stem, sample)
+        if earlier is not sample:
+            found = f"image {sample.images[0]} has the name of that of {earlier.sample_id}"
             do = "Give images names of their own, also without suffix, and one line each."
             yield DataProblem("same name", sample.sample_id, found, do)
         for index, item in enumerate(sample.objects if xml else ()):
             if NOT_XML.search(item.desc):
-                found = f"objects[{index}].desc {brief(item.desc)} cannot be written as XML"
+                found = f"objects[{index}].desc {shown(item.desc)} cannot be written as XML"
                 do = "Remove control characters, and space at its ends."
                 yield DataProblem("description", sample.sample_id, found, do)

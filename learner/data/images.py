@@ -1,6 +1,6 @@
-"""Images as the model sees them: the first frame, upright as EXIF says, in 8-bit RGB.
+"""Decode images to model input: the first frame, turned upright by EXIF, in 8-bit RGB.
 
-`shared_contracts.images` has the rule for each mode, which the server follows as well.
+`shared_contracts.images` defines the conversion of each mode for learner and server.
 """
 
 import hashlib
@@ -22,26 +22,23 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from learner.data.jsonl import DataProblem
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
-# Pillow decodes images of more than 89 megapixels, and warns of each.
+# Pillow decodes images above 89 megapixels with a warning.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
-_ON_ITS_SIDE = (5, 6, 7, 8)
-_NOT_AS_STORED = (2, 3, 4, *_ON_ITS_SIDE)
-# Parts of a PNG that may hold an orientation.
-_TELLING_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_TRANSPOSED = (5, 6, 7, 8)
+_REORIENTED = (2, 3, 4, *_TRANSPOSED)
+# PNG chunks that may hold an orientation.
+_ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 
 class UnreadableImage(Exception):
-    """An image a run would trip over; the message says why."""
+    """An image that cannot be read or decoded; the message has the reason."""
 
 
-class Look(NamedTuple):
-    """An image that can be decoded.
+class ImageInfo(NamedTuple):
+    """size: width and height in pixels, upright. reoriented: EXIF turns or mirrors the image.
 
-    size: width and height in pixels, upright.
-    reoriented: its EXIF orientation turns or mirrors it.
-    digest: of the file's bytes; the same for copies under other names; empty where only the
-        header was read.
+    digest: of the file's bytes; empty if only the header was read.
     """
 
     size: tuple[int, int]
@@ -49,26 +46,25 @@ class Look(NamedTuple):
     digest: bytes = b""
 
 
-# What was seen of an image, and images with what was seen of each.
-Seen = Look | UnreadableImage
-Looks = Iterable[tuple[Path, Seen]]
-# Goes over images as they are looked at, given how many there are, e.g. showing a bar.
-Watch = Callable[[Looks, int], Looks]
+ImageResult = ImageInfo | UnreadableImage
+ImageResults = Iterable[tuple[Path, ImageResult]]
+# Passes results through and shows progress; the int is the number of images.
+Watch = Callable[[ImageResults, int], ImageResults]
 
 
 def image_problem(
-    sample_id: str, size: tuple[int, int] | None, path: Path, look: Seen
+    sample_id: str, size: tuple[int, int] | None, path: Path, result: ImageResult
 ) -> DataProblem | None:
-    """What is wrong with an image of a sample, if it is. size: as its line says, if it does."""
-    if isinstance(look, UnreadableImage):
+    """Return the problem of a sample's image, if any. size: of the line; None: not checked."""
+    if isinstance(result, UnreadableImage):
         do = "Replace it, mend its path (from the data file, or absolute), or remove the line."
-        return DataProblem("unreadable image", sample_id, f"image {path} {look}", do)
-    if size is None or size == look.size:
+        return DataProblem("unreadable image", sample_id, f"image {path} {result}", do)
+    if size is None or size == result.size:
         return None
-    turned = " once it is turned upright as its EXIF orientation says" if look.reoriented else ""
+    turned = " once it is turned upright as its EXIF orientation says" if result.reoriented else ""
     found = (
         f"width x height is {size[0]}x{size[1]}, and image {path} has "
-        f"{look.size[0]}x{look.size[1]} pixels{turned}"
+        f"{result.size[0]}x{result.size[1]} pixels{turned}"
     )
     do = "Give its size, and see that the boxes were made for this image."
     return DataProblem("other image size", sample_id, found, do)
@@ -84,52 +80,55 @@ def upright(content: bytes) -> Image.Image:
     return as_rgb(_decode(content))
 
 
-def look_at_header(path: Path) -> Look:
+def inspect_header(path: Path) -> ImageInfo:
     """Read the header of an image and no pixels; raises UnreadableImage."""
     with _opened(path) as image:
-        # Pillow decodes a PNG before it gives its EXIF, which may stand behind the pixels.
-        all_at_head = image.format == "PNG" and not _tells_more_behind_pixels(path)
-        exif = Image.Image.getexif(image) if all_at_head else image.getexif()
+        # PngImageFile.getexif decodes the pixels, as EXIF may follow them.
+        header_only = image.format == "PNG" and not _has_metadata_after_pixels(path)
+        exif = Image.Image.getexif(image) if header_only else image.getexif()
         orientation = exif.get(ExifTags.Base.Orientation, 1)
-        size = image.size[::-1] if orientation in _ON_ITS_SIDE else image.size
-        return Look(size, orientation in _NOT_AS_STORED)
+        size = image.size[::-1] if orientation in _TRANSPOSED else image.size
+        return ImageInfo(size, orientation in _REORIENTED)
 
 
-def _tells_more_behind_pixels(png: Path) -> bool:
-    """Whether a PNG has EXIF or text, which may be XMP, behind its pixels; passes over those."""
+def _has_metadata_after_pixels(png: Path) -> bool:
+    """Return whether EXIF or text chunks (maybe XMP) follow the pixels; skips the pixels."""
     with png.open("rb") as file:
         file.seek(len(b"\x89PNG\r\n\x1a\n"))
         pixels_passed = False
         while len(head := file.read(8)) == 8:
             length, name = struct.unpack(">I4s", head)
             pixels_passed = pixels_passed or name == b"IDAT"
-            if pixels_passed and name in _TELLING_CHUNKS:
+            if pixels_passed and name in _ORIENTATION_CHUNKS:
                 return True
             file.seek(length + len(b"CRC."), os.SEEK_CUR)
     return False
 
 
-def look_at(path: Path) -> Look:
+def inspect_image(path: Path) -> ImageInfo:
     """Decode an image and keep none of its pixels; raises UnreadableImage."""
     content = _read(path)
     _decode(content)
-    return look_at_header(path)._replace(digest=hashlib.blake2b(content, digest_size=16).digest())
+    return inspect_header(path)._replace(digest=hashlib.blake2b(content, digest_size=16).digest())
 
 
-def seen_of(path: Path, look: Callable[[Path], Look] = look_at) -> Seen:
+def try_inspect(path: Path, inspect: Callable[[Path], ImageInfo] = inspect_image) -> ImageResult:
+    """Return the result of `inspect`, or its UnreadableImage."""
     try:
-        return look(path)
+        return inspect(path)
     except UnreadableImage as error:
         return error
 
 
-def look_at_all(paths: Sequence[Path], look: Callable[[Path], Look] = look_at) -> Looks:
-    """Look at each image, several at a time, in the order of `paths`."""
-    outcome = partial(seen_of, look=look)
+def inspect_all(
+    paths: Sequence[Path], inspect: Callable[[Path], ImageInfo] = inspect_image
+) -> ImageResults:
+    """Inspect images in threads; yield results in the order of `paths`."""
+    outcome = partial(try_inspect, inspect=inspect)
     workers = os.cpu_count() or 1
     remaining = iter(paths)
     with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[tuple[Path, Future[Seen]]] = deque(
+        ahead: deque[tuple[Path, Future[ImageResult]]] = deque(
             (path, pool.submit(outcome, path)) for path in islice(remaining, 4 * workers)
         )
         while ahead:
@@ -153,7 +152,7 @@ def _decode(content: bytes) -> Image.Image:
 
 @contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
-    """An image whose header was read; raises UnreadableImage, also for errors of the body."""
+    """Open an image and read its header; errors of the `with` body become UnreadableImage."""
     try:
         with Image.open(file, formats=FORMATS) as image:
             require_mode(image)
@@ -162,7 +161,7 @@ def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
         raise UnreadableImage(str(error)) from error
     except UnidentifiedImageError as error:
         raise UnreadableImage(f"is no image of a known format ({', '.join(FORMATS)})") from error
-    except Exception as error:  # Pillow's decoders raise nearly anything for broken files
-        if isinstance(error, OSError) and error.strerror:  # of the file, not of what it holds
+    except Exception as error:  # Pillow's decoders raise many types for broken files
+        if isinstance(error, OSError) and error.strerror:  # of the file, not its content
             raise UnreadableImage(f"cannot be read ({error.strerror})") from error
         raise UnreadableImage(f"cannot be decoded ({error})") from error

@@ -4,20 +4,17 @@
      "objects": [{"desc": "cat", "bbox_2d": [10, 20, "<|coord_300|>", 400]}],
      "metadata": {"split": "day"}}
 
-`images` are paths, absolute or relative to the file; coordinates are norm1000 bins: coordinate
-tokens, or numbers and numeric strings (rounded); `objects` may be empty; `metadata` may be left
-out; of it, evaluations read `CATEGORY_LISTS`. Nothing else is allowed, so that a misspelt key is
-not lost in silence. Descriptions become
-Unicode NFC (RES-20).
+`images` are paths, absolute or relative to the file. Coordinates are norm1000 bins: coordinate
+tokens, numbers, or numeric strings (both rounded). `objects` may be empty. `metadata` is optional;
+evaluations read its `CATEGORY_LISTS`. Unknown keys are errors. Descriptions become Unicode NFC
+(RES-20).
 
-    scan           every line, with its sample or with all that is wrong with it
-    read_samples   the samples of a file without a fault
-    build_request  a sample as a conversation: the one prompt both server and learner encode
+    scan           each line as a sample or a list of problems
+    read_samples   the samples of a valid file
+    build_request  a sample as the conversation that both server and learner encode
 
-Only a newline ends a line; a carriage return before it and a byte-order mark at the start of
-the file, which programs on Windows write, are taken as nothing. A line must be one object of
-strict JSON: `NaN` and `Infinity` are refused, and so is a key given twice, of which Python
-would keep the last one in silence.
+A newline ends a line; a carriage return before it and a byte-order mark at the start of the file
+are ignored. A line is one object of strict JSON: `NaN`, `Infinity` and repeated keys are errors.
 """
 
 import codecs
@@ -39,15 +36,16 @@ from learner.types import (
 )
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
+from shared_contracts.strict_model import shown
 
 MAX_SHOWN_ERRORS = 20
 MAX_BIN = 999
-# More pixels than any image format here holds; tokens and areas stay numbers.
+# Above the limit of every supported image format; keeps token counts and areas finite.
 MAX_SIDE = 1_000_000
 FROM_PIXELS = f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height"
 _ONE_OBJECT = "Write one JSON object a line."
 _SHOWN = 80
-# Text that no target can hold: unpaired surrogates, special tokens.
+# Text that a target cannot contain: unpaired surrogates, special tokens.
 _UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 _EXAMPLES: dict[GeometryKind, str] = {
@@ -57,9 +55,9 @@ _EXAMPLES: dict[GeometryKind, str] = {
 
 
 class DataProblem(ContractError):
-    """What is wrong or doubtful with a line of a data file; `where` is `file:line`.
+    """A problem of one line of a data file; `where` is `file:line`.
 
-    kind: a few words under which a summary counts it. warning: a run takes the line as it is.
+    kind: the name that summaries count it under. warning: the line is still valid.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class DataProblem(ContractError):
 
 
 def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
-    """The first errors, and how many more there are."""
+    """Return the first errors, and the number of the others as one more error."""
     hidden = len(errors) - MAX_SHOWN_ERRORS
     if hidden <= 0:
         return ContractErrors([*errors])
@@ -81,15 +79,15 @@ def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
 
 
 def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
-    """x1, y1, x2, y2 in bins; a box is its own."""
+    """Return x1, y1, x2, y2 in bins."""
     xs, ys = shape.coords[0::2], shape.coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without their ends.
+    """Yield the lines of a file, without line ends.
 
-    Raises ContractError for a file that is not there, cannot be read or is empty.
+    Raises ContractError for a missing, unreadable or empty file.
     """
     do = "Name a JSONL file with one sample a line."
     _require_file(path, do)
@@ -107,7 +105,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def read_text(path: Path, do: str) -> str:
-    """The text of a file in UTF-8; ContractError, with what to do, where there is none."""
+    """Return the text of a UTF-8 file; raises ContractError with the remedy `do`."""
     _require_file(path, do)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -122,13 +120,13 @@ def _require_file(path: Path, do: str) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Publish a file of JSONL, whole or not at all; also the folder for it."""
+    """Publish a JSONL file atomically; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def parse_line(raw: bytes, where: str) -> dict[str, Any]:
-    """The object of one line; raises `DataProblem`."""
+    """Return the JSON object of one line; raises `DataProblem`."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -138,20 +136,20 @@ def parse_line(raw: bytes, where: str) -> dict[str, Any]:
         raise DataProblem("empty line", where, "the line is empty", "Remove it.")
     record = strict_json(text, where)
     if not isinstance(record, dict):
-        found = f"{brief(record)} is no JSON object"
+        found = f"{shown(record)} is no JSON object"
         raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
     return record
 
 
 def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool = False) -> Any:
-    """The value of a text of strict JSON; raises `DataProblem`."""
+    """Return the value of strict JSON text; raises `DataProblem`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
         if len(record) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            found = f"the key {brief(twice)} is given {keys.count(twice)} times in one object"
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            found = f"the key {shown(repeated)} is given {keys.count(repeated)} times in one object"
             raise DataProblem("repeated key", where, found, "Keep one of them.")
         return record
 
@@ -166,36 +164,26 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
         detail = f"{error.msg} at character {error.pos + 1}"
     except RecursionError:
         detail = "nested too deeply"
-    except ValueError:  # more digits than Python turns into an int
+    except ValueError:  # more digits than int() accepts
         detail = "a number is too long"
     start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
     raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
 
 
-def brief(value: Any) -> str:
-    """A value as JSON, at most 80 characters of it."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return "a value nested too deeply"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
 class Line(NamedTuple):
-    """One line of a data file: a sample, or what is wrong with it."""
+    """A line of a data file: a sample, or None with problems."""
 
     sample: Sample | None
     problems: list[DataProblem]
 
 
 def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
-    """Read and check a whole data file; images are not looked up.
+    """Read and check a data file; image files are not opened.
 
-    allow_poly: false where only boxes can be trained (`stage2_two_channel`).
+    allow_poly: False if the trainer variant supports boxes only (`stage2_two_channel`).
 
     Raises:
-        ContractErrors: what is wrong with the file, each as `file:line`; the first problems,
-            and how many more there are.
+        ContractErrors: the first problems, each at `file:line`, and the number of the others.
     """
     lines = list(scan(path, allow_poly=allow_poly))
     if problems := [problem for line in lines for problem in line.problems]:
@@ -204,9 +192,9 @@ def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
 
 
 def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
-    """Read a data file line by line; arguments as those of `read_samples`.
+    """Yield the lines of a data file; arguments as in `read_samples`.
 
-    Raises ContractError for a file that is not there, cannot be read or is empty.
+    Raises ContractError for a missing, unreadable or empty file.
     """
     for number, raw in enumerate(raw_lines(path), start=1):
         reader = _LineReader(path, number, allow_poly)
@@ -215,7 +203,7 @@ def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
 
 
 def is_description(value: Any) -> TypeGuard[str]:
-    """True for text that a target can hold: not blank, no unpaired surrogate or special token."""
+    """Return whether a target can contain the value: text, not blank, not `_UNWRITABLE`."""
     return _is_text(value) and _UNWRITABLE.search(value) is None
 
 
@@ -235,7 +223,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 class _Key(NamedTuple):
-    """A key of a line. kind: of its problem."""
+    """A key of a line. kind: `DataProblem.kind` for an invalid value."""
 
     kind: str
     is_valid: Callable[[Any], bool]
@@ -265,7 +253,7 @@ _KEYS = {
 
 
 class _LineReader:
-    """Turns one line into a sample, noting every problem of it in `problems`."""
+    """Convert one line to a sample; collects its problems."""
 
     def __init__(self, path: Path, number: int, allow_poly: bool) -> None:
         self.sample_id = f"{path}:{number}"
@@ -277,7 +265,7 @@ class _LineReader:
         self.problems.append(DataProblem(kind, self.sample_id, found, do))
 
     def read(self, raw: bytes) -> Sample | None:
-        """The sample, or None when there is any problem."""
+        """Return the sample, or None if there is any problem."""
         try:
             record = {"metadata": {}} | parse_line(raw, self.sample_id)
         except DataProblem as problem:
@@ -285,7 +273,7 @@ class _LineReader:
             return None
         if unknown := sorted(record.keys() - _KEYS):
             do = 'Use images, width, height and objects; anything else goes under "metadata".'
-            self._wrong("unknown key", f"unknown keys {', '.join(map(brief, unknown))}", do)
+            self._wrong("unknown key", f"unknown keys {', '.join(map(shown, unknown))}", do)
         valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
         for key, known in _KEYS.items():
             if key not in valid:
@@ -296,14 +284,14 @@ class _LineReader:
         if self.problems:
             return None
         sides = record["width"], record["height"]
-        found = tuple(item for item in objects if item is not None)
-        return Sample(self.sample_id, images, *sides, found, record["metadata"])
+        valid_objects = tuple(item for item in objects if item is not None)
+        return Sample(self.sample_id, images, *sides, valid_objects, record["metadata"])
 
     def _object(self, where: str, item: Any) -> GroundTruthObject | None:
-        """None (and a note) for what is no object."""
+        """Return the object, or None after adding a problem."""
         if not isinstance(item, dict):
             do = f'Write {{"desc": ..., {_EXAMPLES["bbox_2d"]}}}.'
-            self._wrong("objects", f"{where} is {brief(item)}", do)
+            self._wrong("objects", f"{where} is {shown(item)}", do)
             return None
         shape = self._shape(where, item)
         if is_description(desc := item.get("desc")):
@@ -317,7 +305,7 @@ class _LineReader:
         allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self.allow_poly else ("bbox_2d",)
         kind = next((each for each in allowed if keys == [each]), None)
         if kind is None:
-            found = f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc"
+            found = f"{where} has {', '.join(map(shown, keys)) or 'nothing'} beside its desc"
             only = "" if self.allow_poly else "; this variant trains boxes only"
             do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
             self._wrong("geometry", found, do)
@@ -330,23 +318,23 @@ class _LineReader:
         beyond = any(bin > MAX_BIN for bin in coords)
         pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
         do = f"Write {_EXAMPLES[kind]}.{pixels}"
-        self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
+        self._wrong("geometry", f"{where}.{kind} is {shown(values)}", do)
         return None
 
 
 def _value_of(mapping: dict[str, Any], key: str) -> str:
-    return brief(mapping[key]) if key in mapping else "missing"
+    return shown(mapping[key]) if key in mapping else "missing"
 
 
 def _as_bin(value: Any) -> int | None:
-    """The bin of a coordinate token, else `int(round(float(value)))` (RES-24); None of neither."""
+    """Return the bin of a coordinate token or number (RES-24), rounded; None if it is neither."""
     if isinstance(value, str) and (token := _COORD_TOKEN.fullmatch(value)):
         return int(token[1])
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     try:
         return round(float(value))
-    except (ValueError, OverflowError):  # no number, NaN, infinite or too large
+    except (ValueError, OverflowError):  # not a number, NaN, infinite or too large
         return None
 
 
@@ -359,7 +347,7 @@ def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
 
 
 def build_messages(sample: Sample, prompt: str, system: str | None) -> list[Message]:
-    """System text if any, then one user turn: the images, then the instruction."""
+    """Return the system message, if any, and one user message: images, then the prompt."""
     content: list[ContentPart] = [ImagePart(type="image") for _ in sample.images]
     content.append(TextPart(type="text", text=prompt))
     messages = [Message(role="system", content=system)] if system is not None else []
@@ -367,7 +355,7 @@ def build_messages(sample: Sample, prompt: str, system: str | None) -> list[Mess
 
 
 def build_request(sample: Sample, prompt: str, system: str | None) -> RolloutInferRequest:
-    """The `/infer/` request of a sample; images travel as paths the server can read."""
+    """Return the `/infer/` request of a sample; images are paths that the server reads."""
     return RolloutInferRequest(
         messages=build_messages(sample, prompt, system),
         images=[str(path) for path in sample.images],

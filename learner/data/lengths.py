@@ -1,7 +1,7 @@
-"""How many tokens the prompt and the answer of a sample take. Imports no torch.
+"""Token counts of the prompt and the answer of a sample. Imports no torch.
 
-The tokenizer is the checkpoint's `tokenizer.json`, the prompt is rendered with its chat template,
-and every image placeholder in it counts as many tokens as its image takes.
+The checkpoint supplies `tokenizer.json` and the chat template. An image placeholder counts as the
+tokens of its image.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from learner.config.registry import model_family
-from learner.data.images import look_at_header
+from learner.data.images import inspect_header
 from learner.data.jsonl import build_messages
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
@@ -23,28 +23,28 @@ WriteAnswer = Callable[[Sequence[GroundTruthObject]], str]
 
 
 class ImageRule(Protocol):
-    """How many tokens an image takes, by the rule of a model's image processor.
+    """Token counts of a model's image processor.
 
-    max_aspect: the processor refuses images that are longer than this many times their other side.
+    max_aspect: the largest ratio of the sides that the processor accepts.
     """
 
     @property
     def max_aspect(self) -> int: ...
 
     def tokens(self, width: int, height: int) -> int | None:
-        """Tokens of an image, None for one that is too narrow for the processor."""
+        """Return the tokens of an image of this size in pixels; None if it is too narrow."""
 
 
 def checkpoint_family(checkpoint: Path) -> Any:
-    """The `learner.models.families.Family` of a checkpoint, or of what an adapter is over."""
+    """Return the `learner.models.families.Family` of a checkpoint, or of an adapter's base."""
     folder = checkpoint_chain(checkpoint, "model.model")[-1]
     return model_family(read_json(folder / "config.json").get("model_type"))
 
 
 def image_rule(checkpoint: Path) -> ImageRule:
-    """The rule of a checkpoint's processor, which may stand beside an adapter.
+    """Return the image rule of a checkpoint or adapter folder.
 
-    Raises ContractError where there is none, or another than its family has.
+    Raises ContractError for a missing processor, or one that does not fit the model family.
     """
     processor = folder_with(checkpoint, "tokenizer.json", "model.model")
     rule: ImageRule = checkpoint_family(checkpoint).image_rule(processor)
@@ -52,20 +52,16 @@ def image_rule(checkpoint: Path) -> ImageRule:
 
 
 class TokenLimits(NamedTuple):
-    """What the samples of a run must fit into.
-
-    answer: `rollout_matching.max_new_tokens`.
-    pack: `global_max_length`; None where samples are not packed.
-    """
+    """answer: `rollout_matching.max_new_tokens`. pack: `global_max_length`; None: no packing."""
 
     answer: int
     pack: int | None
 
 
 class SampleLengths:
-    """Measures samples for one checkpoint and one prompt.
+    """Token counts of samples for one checkpoint and one prompt.
 
-    write_answer: the objects as the model is taught to write them.
+    write_answer: returns the target text of objects.
     """
 
     def __init__(
@@ -86,18 +82,18 @@ class SampleLengths:
         self._text_tokens: dict[int, int] = {}
 
     def target(self, sample: Sample) -> int:
-        """Tokens of the answer that names every object, with its EOS."""
+        """Return the tokens of the answer with every object, EOS included."""
         parts = split_newlines(self._write_answer(sample.objects))
         encodings = self._tokenizer.encode_batch(parts, add_special_tokens=False)
         return sum(len(each.ids) for each in encodings) + 1
 
     def images(self, sample: Sample) -> int:
-        """Image tokens.
+        """Return the image tokens; the size of the first image is that of the line.
 
         Raises ContractError for an image that is too narrow for the processor, and
-        UnreadableImage for one after the first that cannot be opened.
+        UnreadableImage for another image that cannot be opened.
         """
-        others = (look_at_header(path).size for path in sample.images[1:])
+        others = (inspect_header(path).size for path in sample.images[1:])
         count = 0
         for width, height in ((sample.width, sample.height), *others):
             if (tokens := self._rule.tokens(width, height)) is None:
@@ -111,10 +107,10 @@ class SampleLengths:
         return count
 
     def prompt(self, sample: Sample) -> int:
-        """Tokens before the answer, those of the images included; raises as `images` does."""
+        """Return the prompt tokens, image tokens included; raises as `images` does."""
         count = len(sample.images)
         if count not in self._text_tokens:
-            from transformers.utils.chat_template_utils import render_jinja_template  # a second
+            from transformers.utils.chat_template_utils import render_jinja_template  # takes 1 s
 
             messages = build_messages(sample, self._prompt, self._system)
             rendered: Any = render_jinja_template(
@@ -124,22 +120,22 @@ class SampleLengths:
             )
             text = str(rendered[0][0])
             tokens = len(self._tokenizer.encode(text).ids) - text.count(self._placeholder)
-            self._text_tokens[count] = tokens  # without those of the images
+            self._text_tokens[count] = tokens  # without image tokens
         return self._text_tokens[count] + self.images(sample)
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A `tokenizer.json`; ContractError for what is none."""
+    """Read a `tokenizer.json`; raises ContractError for an invalid file."""
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises a bare one
+    except Exception as error:  # tokenizers raises Exception itself
         raise ContractError(
             str(file), f"it is no tokenizer ({error})", "Save the checkpoint's tokenizer again."
         ) from error
 
 
 def chat_template(checkpoint: Path) -> str:
-    """The template a checkpoint's processor uses; ContractError where there is none."""
+    """Return the chat template of a checkpoint's processor; raises ContractError without one."""
     alone = checkpoint / "chat_template.jinja"
     if alone.is_file():
         return alone.read_text(encoding="utf-8")
@@ -156,7 +152,7 @@ def chat_template(checkpoint: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ContractError for anything else."""
+    """Return the object in a JSON file; raises ContractError for other content."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

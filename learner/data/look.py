@@ -1,7 +1,7 @@
-"""A page of samples: each image upright, and its objects drawn over it by the browser.
+"""An HTML page of samples: upright images, with objects drawn over them as SVG.
 
-Every description has a colour of its own, the same for each sample as far as there are colours:
-those of Okabe and Ito, which colour-blind people can tell apart. The page needs no network.
+A description has one of the seven Okabe-Ito colours, the same on every image; colour-blind readers
+can distinguish these. The page needs no network.
 """
 
 import zlib
@@ -13,15 +13,15 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from learner.data.images import UnreadableImage, image_problem, open_upright, seen_of
+from learner.data.images import UnreadableImage, image_problem, open_upright, try_inspect
 from learner.data.jsonl import MAX_BIN, bounding_box
 from learner.runs.atomic_files import publish_directory
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 
-# The longer side of a picture is at most so many pixels.
-MOST = 1600
-# Colours, and that of text on each.
+# Longest side of an image on the page, in pixels.
+MAX_SIDE = 1600
+# Colour of a description -> colour of text on it.
 PALETTE = {
     "#E69F00": "black",
     "#56B4E9": "black",
@@ -34,18 +34,21 @@ PALETTE = {
 
 
 def colour_of(description: str) -> str:
-    """The same for a description in every picture."""
+    """Return the palette colour of a description."""
     return list(PALETTE)[zlib.crc32(description.encode()) % len(PALETTE)]
 
 
 def sample_subset(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
-    """`count` samples drawn by `seed` (all, if there are fewer), in the order of the file."""
+    """Return `count` random samples (all if there are fewer), in file order."""
     chosen = Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[index] for index in sorted(chosen)]
 
 
 def samples_of_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
-    """The samples of lines such as `3,17`, counted from 1; ContractError for others."""
+    """Return the samples of lines such as `3,17`, counted from 1.
+
+    Raises ContractError for a line that does not exist.
+    """
     chosen = {}
     for line in map(str.strip, lines.split(",")):
         if not (line.isascii() and line.isdecimal() and 1 <= int(line) <= len(samples)):
@@ -56,23 +59,23 @@ def samples_of_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
 
 
 def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:
-    """Publish a folder with the page and the first image of each sample, whole or not at all.
+    """Publish a folder with the page and the first image of each sample, atomically.
 
-    Returns, by sample id, how an image has another size than its line says.
+    Return a message by sample id for each image whose size differs from its line.
 
-    Raises ContractError for an image that cannot be decoded, and where `out` is not empty.
+    Raises ContractError if an image cannot be decoded or `out` is not empty.
     """
     sizes: dict[str, str] = {}
     with publish_directory(out) as part:
         for sample in samples:
-            path, look = sample.images[0], seen_of(sample.images[0])
-            problem = image_problem(sample.sample_id, (sample.width, sample.height), path, look)
-            if problem is not None and isinstance(look, UnreadableImage):
-                raise problem
-            if problem is not None:
+            path, size = sample.images[0], (sample.width, sample.height)
+            result = try_inspect(path)
+            if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
+                if isinstance(result, UnreadableImage):
+                    raise problem
                 sizes[sample.sample_id] = problem.found
             image = open_upright(path)
-            image.thumbnail((MOST, MOST))
+            image.thumbnail((MAX_SIDE, MAX_SIDE))
             image.save(part / picture_name(sample))
         templates = Environment(
             loader=PackageLoader("learner.data"),

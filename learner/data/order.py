@@ -1,20 +1,18 @@
-"""Which samples each optimizer step takes, and each process of it (STEP-02).
+"""Samples of each optimizer step and of each process (STEP-02).
 
     step k  ->  `batch` samples of the epoch's order  ->  a contiguous batch for each rank
 
     BatchOrder              the order, a pure function of the seed
-    image_faults(samples)   what the headers of all images show, before anything expensive
+    image_faults(samples)   faults that the headers of all images show, found before the run
     BadSampleLog            `bad_samples.jsonl` of the run folder
-    StandIns                the training samples under `data.on_bad_sample: skip`
+    ReplacedSamples         the training samples under `data.on_bad_sample: skip`
 
-An epoch has as many whole steps as its samples make; what is left over is not trained on in
-that epoch. Any step's samples can be computed at any time, so a run that goes on after it was
-killed, or that looks ahead, takes the same ones.
+An epoch has `samples // batch` steps; the remaining samples are not used in that epoch. A resumed
+run and a prefetch compute the same samples, as the order depends on the seed alone.
 
-With `stop`, the default, any fault of an image ends the run before it starts. With `skip` another
-sample takes the place of a bad one, so a step still consumes as many samples as the YAML says,
-every other sample keeps its place, and a resumed run takes the same ones: which sample stands in
-depends on the seed, on the place, and on which samples are bad, and on nothing else.
+With `stop`, the default, a bad image ends the run before it starts. With `skip`, a replacement
+sample takes the place of each bad one; batch size and all other places stay the same. The
+replacement depends only on the seed, the place, and the set of bad samples.
 """
 
 import json
@@ -25,13 +23,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from learner.data.images import (
-    Look,
-    Seen,
+    ImageInfo,
+    ImageResult,
     Watch,
     image_problem,
-    look_at_all,
-    look_at_header,
-    seen_of,
+    inspect_all,
+    inspect_header,
+    try_inspect,
 )
 from learner.data.lengths import ImageRule
 from learner.runs.atomic_files import append_line
@@ -43,7 +41,7 @@ from shared_contracts.errors import ContractError
 class BatchOrder:
     """The order of `samples` samples in steps of `batch`, over `ranks` processes.
 
-    seed: of the shuffle; a new order in every epoch. shuffle: false keeps the order of the file.
+    seed: of the shuffle, which differs in each epoch. shuffle: False keeps the file order.
     """
 
     samples: int
@@ -61,7 +59,7 @@ class BatchOrder:
         return self.samples // self.batch
 
     def rank_batch(self, step: int, rank: int) -> list[int]:
-        """Indices of the samples of rank `rank` in step `step`, both from 0."""
+        """Return sample indices of a rank in a step; both count from 0."""
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         own = self.batch // self.ranks
         start = in_epoch * self.batch + rank * own
@@ -86,31 +84,33 @@ BAD_SAMPLES = "bad_samples.jsonl"
 def image_faults(
     samples: Sequence[Sample], rule: ImageRule, watch: Watch
 ) -> dict[str, ContractError]:
-    """By `sample_id`, why a sample cannot be shown; only headers are read, several at a time.
+    """Return the faults of samples' images by `sample_id`; only headers are read.
 
-    An image must be there, of a known format and mode, as large as its line says, and of sides
-    that the model's processor takes.
+    An image must exist, have a known format and mode, have the size of its line, and an aspect
+    ratio that the model's processor accepts.
     """
     paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
-    seen = dict(watch(look_at_all(paths, look_at_header), len(paths)))
-    faults = ((sample.sample_id, _fault(sample, seen, rule)) for sample in samples)
+    results = dict(watch(inspect_all(paths, inspect_header), len(paths)))
+    faults = ((sample.sample_id, _fault(sample, results, rule)) for sample in samples)
     return {sample_id: fault for sample_id, fault in faults if fault is not None}
 
 
 def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
-    """Why one sample cannot be shown, if it cannot; its images are decoded."""
-    return _fault(sample, {path: seen_of(path) for path in sample.images}, rule)
+    """Return the fault of a sample's images, or None; decodes them."""
+    return _fault(sample, {path: try_inspect(path) for path in sample.images}, rule)
 
 
-def _fault(sample: Sample, seen: Mapping[Path, Seen], rule: ImageRule) -> ContractError | None:
+def _fault(
+    sample: Sample, results: Mapping[Path, ImageResult], rule: ImageRule
+) -> ContractError | None:
     size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
     for path in sample.images:
-        look = seen[path]
-        if (problem := image_problem(sample.sample_id, size, path, look)) is not None:
+        result = results[path]
+        if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
             found, do = problem.found, problem.do.removesuffix(".")
-        elif isinstance(look, Look) and rule.tokens(*look.size) is None:
+        elif isinstance(result, ImageInfo) and rule.tokens(*result.size) is None:
             found = (
-                f"image {path} has {look.size[0]}x{look.size[1]} pixels, and the model's "
+                f"image {path} has {result.size[0]}x{result.size[1]} pixels, and the model's "
                 f"processor refuses sides of a ratio above {rule.max_aspect}"
             )
             do = "Cut the image, or remove the line"
@@ -123,20 +123,19 @@ def _fault(sample: Sample, seen: Mapping[Path, Seen], rule: ImageRule) -> Contra
 
 
 class BadSampleLog:
-    """Lists each bad sample once: `{"file", "line", "reason"}`, as far as this process knows.
+    """A JSONL file of this process's bad samples, each once: `{"file", "line", "reason"}`.
 
-    Every process but the first has a file of its own, `bad_samples.rank1.jsonl` and so on. A run
-    that goes on adds to what is there.
+    Rank k > 0 writes `bad_samples.rank{k}.jsonl`. A resumed run appends to its file.
     """
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         of_rank = f".rank{rank}" if rank else ""
         self._path = (folder / BAD_SAMPLES).with_suffix(f"{of_rank}.jsonl")
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         self._listed = set(lines)
 
     def add(self, fault: ContractError) -> None:
-        """fault: `where` is the `sample_id`."""
+        """Append a fault, whose `where` is the `sample_id`, unless it is listed."""
         file, _, line = fault.where.rpartition(":")
         record = {"file": file, "line": int(line), "reason": fault.found}
         text = json.dumps(record, ensure_ascii=False)
@@ -145,13 +144,12 @@ class BadSampleLog:
             append_line(self._path, text)
 
 
-class StandIns(Sequence[Sample]):
-    """Samples of which a good one stands in for each bad one, by place.
+class ReplacedSamples(Sequence[Sample]):
+    """Samples with a good sample in the place of each bad one.
 
-    bad: found before the run, by `sample_id`; at least one sample is good.
-    look: finds what is wrong with a sample when its turn comes, as its images may have changed
-        since, and their headers did not show everything.
-    note: takes each fault that was not known before.
+    bad: known faults by `sample_id`; at least one sample is good.
+    find_fault: decodes a sample's images when it is used; headers do not show every fault.
+    report: receives each new fault.
     """
 
     def __init__(
@@ -159,43 +157,43 @@ class StandIns(Sequence[Sample]):
         samples: Sequence[Sample],
         bad: Mapping[str, ContractError],
         seed: int,
-        look: Callable[[Sample], ContractError | None],
-        note: Callable[[ContractError], None],
+        find_fault: Callable[[Sample], ContractError | None],
+        report: Callable[[ContractError], None],
     ) -> None:
         self._samples = samples
         self._bad = dict(bad)
         self._seed = seed
-        self._look = look
-        self._note = note
-        self._taken = 0
+        self._find_fault = find_fault
+        self._report = report
+        self._replaced = 0
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, place: int) -> Sample:  # type: ignore[override]  # no slices
-        """Raises the ContractError of the sample where no other is good."""
+        """Return the sample or its replacement; raises its ContractError if all are bad."""
         sample = self._samples[place]
         fault = self._fault(sample)
         if fault is None:
             return sample
-        self._taken += 1
+        self._replaced += 1
         for other in self._others(place):
             if self._fault(other) is None:
                 return other
         raise fault
 
-    def take_count(self) -> int:
-        """How many samples had a stand-in since the last call."""
-        taken, self._taken = self._taken, 0
-        return taken
+    def take_replaced(self) -> int:
+        """Return the number of replacements since the last call."""
+        replaced, self._replaced = self._replaced, 0
+        return replaced
 
     def _others(self, place: int) -> Iterator[Sample]:
-        everyone = range(len(self._samples))
-        order = random.Random(f"{self._seed} {place}").sample(everyone, len(everyone))
+        indices = range(len(self._samples))
+        order = random.Random(f"{self._seed} {place}").sample(indices, len(indices))
         return (self._samples[index] for index in order)
 
     def _fault(self, sample: Sample) -> ContractError | None:
-        if sample.sample_id not in self._bad and (fault := self._look(sample)) is not None:
+        if sample.sample_id not in self._bad and (fault := self._find_fault(sample)) is not None:
             self._bad[sample.sample_id] = fault
-            self._note(fault)
+            self._report(fault)
         return self._bad.get(sample.sample_id)

@@ -1,9 +1,9 @@
-"""What a reader of another format gives: pictures with annotations, and what it left out.
+"""Annotated images of another format, before their conversion to a data file.
 
     read_coco, read_yolo, read_voc, read_conversations   -> `Source`
     learner.data.conversion.convert                      -> lines of a data file
 
-The `Account` goes through both: it counts what was changed or left out, by rule.
+Reader and conversion share one `Account`, which counts changes and omissions by rule.
 """
 
 import sys
@@ -14,8 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learner.data.jsonl import brief, is_description
+from learner.data.jsonl import is_description
 from learner.types import normalized
+from shared_contracts.strict_model import shown
 
 Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
 Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
@@ -26,9 +27,9 @@ Id = int | str
 
 
 class Rule(Enum):
-    """Which images or annotations, and what becomes of them.
+    """A pair (what the rule applies to, what happens to it).
 
-    An annotation falls under one of the rules that leave it out, or becomes an object.
+    Each annotation becomes an object, or is left out under exactly one rule.
     """
 
     MISSING_IMAGE = "images without a file", "left out"
@@ -68,7 +69,7 @@ class Rule(Enum):
 
 
 class Annotation(NamedTuple):
-    """box, polygon: numbers as they are written. fault: why it becomes no object."""
+    """box, polygon: numbers as in the file. fault: the rule that leaves the annotation out."""
 
     id: Id | None
     image_id: Id | None
@@ -82,7 +83,7 @@ class Annotation(NamedTuple):
     def read(
         cls, id: Any, image_id: Any, name: Any, box: Any, fault: Rule | None = None, **more: Any
     ) -> "Annotation":
-        """An annotation with a box of four numbers and a name that is a description, or a fault."""
+        """Return an annotation; `fault` is set unless box and name are valid."""
         if not (isinstance(box, list | tuple) and len(box) == 4 and all(map(is_number, box))):
             fault = Rule.UNUSABLE
         if fault is None and not is_description(name):
@@ -96,13 +97,13 @@ class Annotation(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """True for a number of a float's range; not for NaN."""
+    """Return whether a value is a finite number within the range of a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 @dataclass
 class Picture:
-    """name: of the file, from the folder of the source. size: as annotated, if it is."""
+    """name: file path relative to `Source.folder`. size: annotated size, if any."""
 
     id: Id
     name: str
@@ -113,9 +114,9 @@ class Picture:
 
 @dataclass
 class Account:
-    """counts: of images or annotations, by rule. first: what each rule was first applied to.
+    """counts: images or annotations by rule. first: the first example of each rule.
 
-    left_out: the annotations that became no object, and why.
+    left_out: a record with its reason for each annotation that became no object.
     """
 
     counts: Counter[Rule] = field(default_factory=Counter)
@@ -128,16 +129,16 @@ class Account:
             self.first.setdefault(rule, str(about))
 
     def leave_out(self, one: Annotation, image: str | None, reason: Rule) -> None:
-        """image: its file name, where it is listed."""
+        """Record an omitted annotation. image: its file name, if the image is listed."""
         ids = {"annotation_id": one.id, "image_id": one.image_id}
         self.left_out.append({**ids, "image": image, "bbox": one.box, "reason": reason.what})
         counted = Rule.OF_IMAGE_LEFT_OUT if reason.what.startswith("images") else reason
-        self.note(counted, f"{one}: {brief(one.box)}" if reason is Rule.UNUSABLE else one)
+        self.note(counted, f"{one}: {shown(one.box)}" if reason is Rule.UNUSABLE else one)
 
 
 @dataclass
 class Source:
-    """folder: where the names of pictures start. corners: of all boxes; None: to be found."""
+    """folder: base of picture names. corners: order of all boxes; None: not stated."""
 
     folder: Path
     pictures: list[Picture]

@@ -1,4 +1,4 @@
-"""What commands print: tables that stay whole in a pipe, bars only on a terminal."""
+"""Terminal output of the data commands: tables and progress."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from learner.data.images import Looks
+from learner.data.images import ImageResults
 from learner.data.jsonl import DataProblem
 from learner.data.records import Account, Rule
 from learner.runs.console import tell
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they load numpy
     from learner.data.check import FileReport
     from learner.data.conversion import Conversion
 
-# Columns of a table that no terminal bounds.
+# Table width in characters if stdout is not a terminal.
 _PIPE_WIDTH = 160
 # Seconds between two lines of progress.
 _EVERY_S = 10.0
@@ -30,10 +30,10 @@ _EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Table:
-    """A table for a terminal or a page.
+    """A table for a terminal or an HTML page.
 
-    columns: headings; one that begins with `#` holds numbers. sortable: on a page, the heading of
-    a column sorts by it.
+    columns: headings; the prefix `#` marks a column of numbers. sortable: on a page, a click on a
+    heading sorts by its column.
     """
 
     title: str
@@ -42,8 +42,8 @@ class Table:
     sortable: bool = False
 
 
-def watch(looks: Looks, count: int) -> Looks:
-    """Show on standard error how far it is: a bar on a terminal, else a line every 10 s."""
+def watch(looks: ImageResults, count: int) -> ImageResults:
+    """Pass results through; show a bar on a terminal, else a line every 10 s, on stderr."""
     shown = Console(stderr=True)
     if shown.is_terminal:
         yield from track(looks, "Images", total=count, console=shown, transient=True)
@@ -57,8 +57,9 @@ def watch(looks: Looks, count: int) -> Looks:
 
 
 def print_tables(tables: Iterable[Table]) -> None:
-    """Tables under their titles, a blank line between them. No text is markup, or steers the
-    terminal; in a pipe lines are not broken at 80 columns.
+    """Print tables with titles, separated by blank lines.
+
+    Text is neither rich markup nor terminal control. A pipe gets lines of up to `_PIPE_WIDTH`.
     """
     shown = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for number, table in enumerate(tables):
@@ -82,46 +83,46 @@ def print_tables(tables: Iterable[Table]) -> None:
 
 
 def plain(value: str) -> Text:
-    """Text of the data, in which nothing is markup and nothing steers the terminal."""
+    """Return text without rich markup and terminal control characters."""
     return Text(printable(value, lines=True))
 
 
 def format_problem(problem: DataProblem) -> str:
-    """The text of a problem, in three parts as every error."""
+    """Return the three parts of a problem as text, labelled error or warning."""
     text = describe(problem)
     return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
 def kinds(reports: Sequence["FileReport"]) -> list[tuple[str, bool, int]]:
-    """(kind, warning, how many), problems first, the most frequent first."""
+    """Return (kind, is a warning, count): problems first, then by falling count."""
     counts = Counter((f.kind, f.warning) for report in reports for f in report.findings)
     rows = [(kind, warning, count) for (kind, warning), count in counts.items()]
     return sorted(rows, key=lambda row: (row[1], -row[2], row[0]))
 
 
 def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
-    """Files with their counts and, unless all is well, the kinds of findings."""
+    """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
     files = []
     for each in reports:
         findings = (each.count(warnings=False), each.count(warnings=True))
         files.append([str(each.path), *map(str, (each.samples, each.objects, *findings))])
     yield Table("", columns, files)
-    if found := kinds(reports):
+    if counts := kinds(reports):
         names = ("problem", "warning")
-        rows = [[str(count), names[warning], kind] for kind, warning, count in found]
+        rows = [[str(count), names[warning], kind] for kind, warning, count in counts]
         yield Table("", ("#times", "", "found"), rows)
 
 
 def show_conversion(conversion: "Conversion", title: str = "") -> None:
-    """What became of every image and annotation, under how the numbers of boxes were read."""
+    """Print counts of images and annotations, titled with the evidence for the box reading."""
     lines, objects = f"{len(conversion.records)} lines", f"{conversion.objects} objects"
     rows = (conversion.images, "images", lines), (conversion.annotations, "annotations", objects)
     show_account(conversion.account, rows, ": ".join(filter(None, (title, conversion.evidence))))
 
 
 def show_account(account: Account, rows: Sequence[tuple[int, str, str]], title: str = "") -> None:
-    """What was changed or left out, below rows of a count, a thing, and what it became."""
+    """Print `rows` (count, thing, result), then the changes and omissions of an account."""
     cells = [[str(count), what, became] for count, what, became in rows]
     cells += [
         [str(count), rule.what, rule.done, account.first[rule]]

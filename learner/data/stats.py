@@ -1,4 +1,4 @@
-"""What is in data files, as tables of numbers."""
+"""Statistics of data files, as tables."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ _NONE = "-"
 def stats_tables(
     samples: Sequence[Sample], lengths: SampleLengths | None, top: int
 ) -> Iterator[Table]:
-    """Counts of samples and objects; of tokens where `lengths` are given.
+    """Yield tables of samples and objects, and of tokens if `lengths` are given.
 
-    top: how many descriptions are listed.
+    top: number of descriptions to list.
 
     Raises ContractError for an image whose tokens cannot be counted.
     """
@@ -79,7 +79,7 @@ def _spread(values: FloatArray) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Whole where it is, else with as many decimals as tell something."""
+    """Return a number with about three significant digits."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
@@ -94,12 +94,12 @@ def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
 
 def _sizes(areas: FloatArray) -> Table:
     small, large = 32, 96
-    chosen = {
+    masks = {
         ("small", f"area < {small}^2 pixels"): areas < small**2,
         ("medium", ""): (areas >= small**2) & (areas < large**2),
         ("large", f"area >= {large}^2 pixels"): areas >= large**2,
     }
-    counts = {names: int(of_size.sum()) for names, of_size in chosen.items()}
+    counts = {names: int(mask.sum()) for names, mask in masks.items()}
     rows = [[str(count), fraction(count, len(areas)), *names] for names, count in counts.items()]
     title = "Sizes as COCO parts them, of boxes"
     return Table(title, ("#objects", "#share", "size", ""), rows)

@@ -1,15 +1,14 @@
-"""The toy data: scenes of coloured shapes, drawn on the spot (`toy_scenes.py`).
+"""Toy data: images of coloured shapes (`toy_scenes.py`) with their data files.
 
 A scene is a square PNG, e.g.
 
     {"images": ["images/val/00003.png"], "width": 64, "height": 64,
      "objects": [{"desc": "blue triangle", "bbox_2d": [390, 640, 874, 983]}]}
 
-Boxes are those of the pixels that are seen. Scene i of a split depends on (world, seed, split, i)
-alone: the same seed gives the same bytes, and more scenes keep the first ones.
+Boxes enclose the visible pixels. Scene i of a split depends only on (world, seed, split, i): the
+same seed gives the same bytes, and a larger count keeps the first scenes.
 
-With `polygons` a triangle is annotated by its corners instead, its top first and then
-clockwise, so that this order can be learnt, too:
+With `polygons`, triangles are annotated by their corners: the top, then clockwise.
 
     {"desc": "blue triangle", "poly": [632, 640, 874, 983, 390, 983]}
 """
@@ -31,7 +30,7 @@ PROMPT = "Detect every object in the image."
 
 @dataclass(frozen=True)
 class ToyData:
-    """Where the files of a toy data set are."""
+    """Paths of the files of a toy data set."""
 
     train_jsonl: Path
     val_jsonl: Path
@@ -56,11 +55,11 @@ def make_data(
 ) -> ToyData:
     """Write `train` and `val` scenes with their JSONL and COCO files under `out`.
 
-    polygons: triangles are annotated as such, rectangles as boxes; the images are the same.
-    unlabelled: the chance of each object of a training scene to be left out of its line, where at
-        least one stays. The held-out lines have every object.
+    polygons: annotate triangles by corners, rectangles by boxes; the images are the same.
+    unlabelled: probability that an object of a training line is left out; at least one object
+        stays. Validation lines have every object.
 
-    Raises ContractError for a world without polygons, and where `out` is not empty.
+    Raises ContractError for polygons in another world than plain, and if `out` is not empty.
     """
     if polygons and world != "plain":
         found = f"--world {world}, where parts of triangles are hidden"
@@ -97,7 +96,7 @@ def _label(item: SceneObject, side: int, polygons: bool) -> dict[str, object]:
 def _labelled(
     objects: list[SceneObject], unlabelled: float, rng: np.random.Generator
 ) -> list[SceneObject]:
-    """Those that are not left out; the one that is least likely to be always stays."""
+    """Return a random subset of the objects; that with the largest draw always stays."""
     chances = rng.random(len(objects))
     kept = chances >= min(unlabelled, chances.max())
     return [each for each, stays in zip(objects, kept, strict=True) if stays]

@@ -1,12 +1,11 @@
-"""The scenes of the toy worlds: coloured shapes on a dark ground, and the box of each.
+"""Scenes of the toy worlds: coloured shapes on a dark background, with boxes.
 
-    plain    64 pixels; one or two shapes, large and apart, listed from left to right
-    crowded  128 pixels; 6 to 20 shapes of 6 to 60 pixels, of few kinds, that overlap; listed in
-             no order
-    distinct 128 pixels; 3 to 8 such shapes, each of its own kind, so that a description names one
-             of them; a model that has learnt them learns `crowded` sooner
+    plain    64 pixels; one or two large shapes that do not overlap, listed from left to right
+    crowded  128 pixels; 6 to 20 shapes of 6 to 60 pixels that overlap, of 2 to 4 descriptions;
+             listed in random order
+    distinct 128 pixels; 3 to 8 such shapes with distinct descriptions; pretraining for `crowded`
 
-A box is that of the pixels that are seen.
+A box encloses the visible pixels of a shape.
 """
 
 from collections.abc import Callable
@@ -33,10 +32,9 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SceneObject:
-    """desc: `red triangle`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last.
+    """desc: such as `red triangle`. box: x1, y1, x2, y2 in pixels; x2, y2 exclusive.
 
-    corners: of a triangle, x and y in pixels by turns; None of a rectangle, and where a part may
-    be hidden.
+    corners: x, y, ... of a triangle in pixels; None for a rectangle and if shapes overlap.
     """
 
     desc: str
@@ -58,7 +56,7 @@ GAP = 2
 
 
 def make_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; its objects come from left to right."""
+    """Draw one scene; objects are listed from left to right."""
     image = _ground(rng, IMAGE_SIDE)
     objects = []
     for box in _place_boxes(rng, int(rng.integers(1, MAX_OBJECTS + 1))):
@@ -74,7 +72,7 @@ def make_scene(rng: np.random.Generator) -> Scene:
 
 
 def _place_boxes(rng: np.random.Generator, count: int) -> list[Box]:
-    """Draw `count` boxes at least `GAP` pixels apart, starting over when one finds no room."""
+    """Draw `count` boxes at least `GAP` pixels apart; restarts if two are too close."""
     boxes: list[Box] = []
     while len(boxes) < count:
         width, height = (int(v) for v in rng.integers(MIN_OBJECT_SIDE, MAX_OBJECT_SIDE + 1, 2))
@@ -95,21 +93,21 @@ CROWDED_SIDE = 128
 FEWEST, MOST = 6, 20
 FEWEST_DISTINCT = 3
 SMALLEST, LARGEST = 6, 60
-# Width over height, or height over width.
+# Largest aspect ratio.
 WIDEST = 2.0
 MOST_KINDS = 4
-# Of the pixels of a shape, how many nothing covers.
+# Smallest visible share of a shape's pixels.
 SEEN_SHARE = 0.5
-# Two of one kind whose boxes agree more than this could not be told from one that is listed twice.
+# Largest IoU of two shapes with one description; above, they would look like a duplicate.
 MOST_ALIKE = 0.7
-# Of the shapes after the first, how many are put beside an earlier one, of its kind and size.
+# Probability that a shape is put beside an earlier one, with its description and size.
 CLUSTERED_SHARE = 0.5
 _OUTLINE = (0, 0, 0)
 
 
 @dataclass
 class _Placed:
-    """whole: of the shape; seen: without what covers it."""
+    """whole: all pixels of the shape; seen: the visible ones."""
 
     desc: str
     box: Box
@@ -118,7 +116,7 @@ class _Placed:
 
 
 def make_crowded_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; its objects come in no order."""
+    """Draw one scene; objects are listed in random order."""
     kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
 
     def candidate(placed: list[_Placed]) -> _Placed:
@@ -130,7 +128,7 @@ def make_crowded_scene(rng: np.random.Generator) -> Scene:
 
 
 def make_distinct_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; its objects come in no order."""
+    """Draw one scene; objects are listed in random order."""
     kinds = rng.permutation(DESCRIPTIONS).tolist()
     count = int(rng.integers(FEWEST_DISTINCT, len(kinds) + 1))
     return _overlapping(rng, lambda placed: _anywhere(rng, kinds[len(placed)]), count)
@@ -139,9 +137,9 @@ def make_distinct_scene(rng: np.random.Generator) -> Scene:
 def _overlapping(
     rng: np.random.Generator, candidate: Callable[[list[_Placed]], _Placed], count: int
 ) -> Scene:
-    """Shapes from the lowest to the topmost; a candidate that hides too much is drawn again.
+    """Draw shapes from bottom to top; rejects candidates that hide or resemble others too much.
 
-    Each has a black outline, so that those of one colour can be told apart.
+    A black outline separates shapes of one colour.
     """
     image = _ground(rng, CROWDED_SIDE)
     placed: list[_Placed] = []
@@ -164,7 +162,7 @@ def _overlapping(
 
 
 def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
-    """A shape of the kind and size of another, beside it."""
+    """Return a shape beside another, with its description and size."""
     x1, y1, x2, y2 = other.box
     width, height = x2 - x1, y2 - y1
     x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
@@ -174,9 +172,7 @@ def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
 
 
 def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
-    """The logarithms of size and of aspect ratio are uniform: there are as many small shapes as
-    large ones.
-    """
+    """Return a shape with uniform logarithms of size and of aspect ratio."""
     size = np.log([SMALLEST, LARGEST])
     half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
     sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
@@ -195,7 +191,7 @@ def _alike(a: _Placed, b: _Placed) -> bool:
 
 
 def _inner(mask: Mask) -> Mask:
-    """The pixels of a shape whose four neighbours are its own, too."""
+    """Return the pixels whose four neighbours belong to the shape, too."""
     padded = np.pad(mask, 1)
     up, down = padded[:-2, 1:-1], padded[2:, 1:-1]
     left, right = padded[1:-1, :-2], padded[1:-1, 2:]
@@ -203,7 +199,7 @@ def _inner(mask: Mask) -> Mask:
     return inner
 
 
-# --- what both are drawn with
+# --- common
 
 
 def _ground(rng: np.random.Generator, side: int) -> Image.Image:
@@ -221,7 +217,7 @@ def _paint(image: Image.Image, mask: Mask, colour: tuple[int, int, int]) -> None
 
 
 def _shape_mask(shape: str, box: Box, side: int) -> Mask:
-    """Where the shape is; side x side."""
+    """Return the mask of a shape; (side, side)."""
     canvas = Image.new("1", (side, side))
     draw = ImageDraw.Draw(canvas)
     x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1
@@ -233,7 +229,7 @@ def _shape_mask(shape: str, box: Box, side: int) -> Mask:
 
 
 def _triangle(box: Box) -> Corners:
-    """Corners of the triangle that fills a box: the middle of its top pixel, then clockwise."""
+    """Return the corners of a box's triangle: the middle of the top pixel, then clockwise."""
     x1, y1, x2, y2 = box
     return ((x1 + x2 - 1) // 2 + 0.5, y1, x2, y2, x1, y2)
 
@@ -244,7 +240,7 @@ def _mask_box(mask: Mask) -> Box:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-# Of each world, the side of its images in pixels, and what draws a scene.
+# World -> side of its images in pixels, and the function that draws a scene.
 WORLDS: dict[WorldName, tuple[int, Callable[[np.random.Generator], Scene]]] = {
     "plain": (IMAGE_SIDE, make_scene),
     "distinct": (CROWDED_SIDE, make_distinct_scene),

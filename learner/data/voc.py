@@ -4,8 +4,8 @@
     JPEGImages/a.jpg           the image
     ImageSets/Main/train.txt   names, without suffix, of a split
 
-Pixels count from 1, and a box includes its last one: `xmin` 1 and `xmax` 640 are a whole image of
-640 pixels (development kit of VOC2007). So x runs from `xmin - 1` to `xmax`.
+Pixels count from 1, and `xmax` is inclusive: `xmin` 1 and `xmax` 640 span an image of 640 pixels
+(development kit of VOC2007). So x runs from `xmin - 1` to `xmax`.
 """
 
 import math
@@ -24,18 +24,18 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError
 
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
-# What no XML can hold, or gives back changed.
+# Text that XML cannot contain, or does not keep.
 NOT_XML = re.compile(r"^\s|\s$|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
-    """Read a data set. images: where file names start, if it is stated.
+    """Read a data set. images: base of file names, if stated.
 
-    path: the folder of `Annotations`, or one of XML files. split: a file of `ImageSets/Main`; else
-    every XML file is read.
+    path: the folder that contains `Annotations`, or a folder of XML files. split: name of a list
+    in `ImageSets/Main`; None: all XML files.
     """
-    there = path / "JPEGImages"
-    folder = images or (there if there.is_dir() else path)
+    default = path / "JPEGImages"
+    folder = images or (default if default.is_dir() else path)
     alike = {p.stem: p.name for p in folder.glob("*") if p.suffix not in (".xml", ".txt")}
     account, pictures = Account(), []
     for file in _files(path, split):
@@ -53,7 +53,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
             )
             for index, item in enumerate(root.findall("object"), start=1)
         ]
-        # The image that the file names, else the one that is called like the file.
+        # The image of `filename`, else that with the stem of the XML file.
         name = root.findtext("filename", "").strip()
         if not os.path.isfile(folder / name):
             name = alike.get(file.stem, name or file.stem)
@@ -66,7 +66,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if split is not None:
         listed = path / "ImageSets" / "Main" / f"{split}.txt"
         lines = read_text(listed, "Name a file of ImageSets/Main with --split.").splitlines()
-        # Lists of one class have 1, 0 or -1 behind the name.
+        # Lists of one class have a second column: 1, 0 or -1.
         names = dict.fromkeys(line.split()[0] for line in lines if line.strip())
         return [folder / f"{name}.xml" for name in names]
     if not (files := sorted(folder.glob("*.xml"))):
@@ -76,13 +76,13 @@ def _files(path: Path, split: str | None) -> list[Path]:
 
 
 def _size(root: ET.Element) -> Size | None:
-    """None where the file has none, or 0."""
+    """Return the annotated image size; None if it is missing or 0."""
     width, height = (_number(root, f"size/{side}") for side in ("width", "height"))
     return (int(width), int(height)) if width >= 1 and height >= 1 else None
 
 
 def _number(item: ET.Element, path: str) -> float:
-    """NaN where there is none."""
+    """Return the finite number at a path; else NaN."""
     try:
         number = float(item.findtext(path, "nan"))
     except ValueError:
@@ -91,9 +91,9 @@ def _number(item: ET.Element, path: str) -> float:
 
 
 def write_voc(samples: Sequence[Sample], names: Sequence[str], out: Path) -> None:
-    """Make the folder `out`, whole or not at all; polygons become the boxes around them.
+    """Publish the folder `out` atomically; polygons become their bounding boxes.
 
-    names: of the copies of the images, no two alike without their suffix.
+    names: file names of the image copies, with distinct stems.
     """
     with writing(out), publish_directory(out) as part:
         annotations, images, sets = (
@@ -118,11 +118,11 @@ def _xml(sample: Sample, name: str) -> ET.Element:
         ET.SubElement(size, key).text = str(side)
     for item in sample.objects:
         x, y, width, height = pixel_xywh(item.shape, sample.width, sample.height)
-        shown = ET.SubElement(root, "object")
-        ET.SubElement(shown, "name").text = item.desc
+        node = ET.SubElement(root, "object")
+        ET.SubElement(node, "name").text = item.desc
         for key in ("truncated", "difficult"):
-            ET.SubElement(shown, key).text = "0"
-        box = ET.SubElement(shown, "bndbox")
+            ET.SubElement(node, key).text = "0"
+        box = ET.SubElement(node, "bndbox")
         for edge, value in zip(_EDGES, (x + 1, y + 1, x + width, y + height), strict=True):
             ET.SubElement(box, edge).text = f"{value:.4f}".rstrip("0").rstrip(".")
     return root

@@ -1,12 +1,12 @@
 """Data sets in the layout of Ultralytics YOLO: boxes as fractions of their image.
 
-    data.yaml                  names of the classes, and where the images of each split are
+    data.yaml                  names of the classes, and image folders or lists of each split
     images/train/a.jpg         an image
     labels/train/a.txt         `class x_centre y_centre width height` a line, or `class x1 y1 x2 y2
                                x3 y3 ...` for a polygon
 
-Labels have no size of their image, so nothing tells whether they were made for the stored or for
-the upright image. They are taken as of the upright one, as OpenCV shows it to Ultralytics.
+Labels are read as fractions of the upright image, which OpenCV gives to Ultralytics. They have no
+image size that could confirm it.
 """
 
 import os
@@ -20,28 +20,29 @@ from ruamel.yaml.error import YAMLError
 
 from learner.config.yaml12 import dump_mapping
 from learner.data.coco import pixel_xywh
-from learner.data.jsonl import bounding_box, brief, read_text
+from learner.data.jsonl import bounding_box, read_text
 from learner.data.records import Account, Annotation, Picture, Rule, Source
 from learner.runs.atomic_files import publish_directory, writing
 from learner.stages.coords import decode_bin
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import shown
 
 DATA_YAML = "data.yaml"
 _SPLITS = ("train", "val", "test")
-# What Ultralytics takes for an image. A model here may still refuse its format, which is counted.
+# Image suffixes of Ultralytics. Images in formats that Rollmatch cannot decode are counted.
 _SUFFIXES = (
     *(".avif", ".bmp", ".dng", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpeg2000"),
     *(".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"),
 )
-# Fractions that stick out of 0 to 1 by less were only rounded.
+# Largest excess over 0 to 1 of a fraction that counts as rounding.
 _ROUNDING = 0.01
 
 
 def read_yolo(path: Path, split: str | None) -> Source:
-    """Read a data set. path: `data.yaml`, or its folder. split: needed where the YAML has several.
+    """Read a data set. path: `data.yaml`, or its folder. split: required if the YAML has several.
 
-    Raises ContractError for what is wrong with the YAML, and where no image has labels.
+    Raises ContractError for faults of the YAML, and if no image has labels.
     """
     file = path / DATA_YAML if path.is_dir() else path
     mapping = _mapping(file)
@@ -71,14 +72,14 @@ def read_yolo(path: Path, split: str | None) -> Source:
 def _mapping(file: Path) -> dict[str, Any]:
     do = f"Name a {DATA_YAML} with `names` and `train`, or its folder."
     try:
-        # Every scalar is a text, so that a class may be called `no`.
+        # The base loader keeps scalars as text: `no` is a class name.
         mapping = YAML(typ="base", pure=True).load(read_text(file, do))
     except (YAMLError, RecursionError) as error:
         raise ContractError(
             str(file), f"it is no YAML ({' '.join(str(error).split())})", do
         ) from error
     if not isinstance(mapping, dict):
-        raise ContractError(str(file), f"it holds {brief(mapping)}", do)
+        raise ContractError(str(file), f"it holds {shown(mapping)}", do)
     if "kpt_shape" in mapping:
         found = "the labels have key points"
         raise ContractError(f"{file}: kpt_shape", found, "Only boxes and polygons are read.")
@@ -91,12 +92,16 @@ def _class_names(file: Path, mapping: dict[str, Any]) -> dict[int, Any]:
         return dict(enumerate(names))
     if not isinstance(names, dict) or not all(str(i).isdecimal() for i in names):
         do = "List the names of the classes, or map 0, 1, ... to them."
-        raise ContractError(f"{file}: names", f"it is {brief(names)}", do)
+        raise ContractError(f"{file}: names", f"it is {shown(names)}", do)
     return {int(index): name for index, name in names.items()}
 
 
 def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[Path]:
-    places = {name: _as_list(mapping[name]) for name in _SPLITS if mapping.get(name)}
+    splits = {name: mapping[name] for name in _SPLITS if mapping.get(name)}
+    places = {
+        name: [str(place) for place in (value if isinstance(value, list) else [value])]
+        for name, value in splits.items()
+    }
     if split is None:
         if len(set(map(tuple, places.values()))) > 1:
             found = f"{file} has {', '.join(places)}"
@@ -107,39 +112,34 @@ def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[
         raise ContractError(f"{file}: {split}", "it is missing", do)
     root = file.parent / str(mapping.get("path", ""))
     for place in places[split]:
-        # Some exports name the folder from one beside it.
+        # Roboflow exports have `../train/images` for a folder beside `data.yaml`.
         inside = file.parent / place.removeprefix("../")
-        there = next((p for p in (root / place, file.parent / place, inside) if p.exists()), None)
-        if there is None:
+        images = next((p for p in (root / place, file.parent / place, inside) if p.exists()), None)
+        if images is None:
             do = "Name a folder of images, or a list of them."
             raise ContractError(f"{file}: {split}", f"{root / place} is not there", do)
-        yield from _of_folder(there) if there.is_dir() else _of_list(there)
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        yield from _of_folder(images) if images.is_dir() else _of_list(images)
 
 
 def _of_folder(folder: Path) -> Iterator[Path]:
-    """Images in the order of their names; then those, lost, of labels that are left over."""
+    """Yield images sorted by path; then a missing image for each label file without one."""
     folder = Path(os.path.normpath(folder.absolute()))
     images = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
     yield from images
     labels = _labels_of(folder / "any").parent
-    left = {*labels.rglob("*.txt")}.difference(map(_labels_of, images))
-    for file in sorted(left):
+    for file in sorted({*labels.rglob("*.txt")}.difference(map(_labels_of, images))):
         if file.name != "classes.txt":
             yield folder / file.relative_to(labels).with_suffix("")
 
 
 def _of_list(file: Path) -> Iterator[Path]:
-    """Images that a text file lists; those that begin with `./` are relative to it."""
+    """Yield the images that a text file lists; relative paths start at its folder."""
     for name in filter(None, map(str.strip, read_text(file, "List images.").splitlines())):
         yield Path(os.path.normpath((file.parent / name).absolute()))
 
 
 def _labels_of(image: Path) -> Path:
-    """`labels` in place of the last folder `images`; beside the image where there is none."""
+    """Return the label file: the last folder `images` becomes `labels`, if there is one."""
     before, found, after = str(image).rpartition(f"{os.sep}images{os.sep}")
     path = f"{before}{os.sep}labels{os.sep}{after}" if found else str(image)
     return Path(path).with_suffix(".txt")
@@ -152,7 +152,7 @@ def _annotation(place: str, image: str, line: str, names: dict[int, Any]) -> Ann
         category, *values = map(float, line.split())
     except ValueError:
         category, values = -1.0, []
-    if all(-_ROUNDING <= value <= 1 + _ROUNDING for value in values):  # else they are pixels
+    if all(-_ROUNDING <= value <= 1 + _ROUNDING for value in values):  # else pixels
         if len(values) == 4:
             x, y, width, height = values
             box = (x - width / 2, y - height / 2, width, height)
@@ -165,11 +165,10 @@ def _annotation(place: str, image: str, line: str, names: dict[int, Any]) -> Ann
 
 
 def write_yolo(samples: Sequence[Sample], names: Sequence[str], out: Path, polygons: bool) -> None:
-    """Make the folder `out`, whole or not at all.
+    """Publish the folder `out` atomically.
 
-    names: of the copies of the images, no two alike without their suffix.
-    polygons: write each object as a polygon; else as a box. Ultralytics takes all lines of a file
-        for polygons where one is.
+    names: file names of the image copies, with distinct stems.
+    polygons: write all objects as polygons, else as boxes; Ultralytics does not mix them.
     """
     classes = sorted({o.desc for sample in samples for o in sample.objects})
     numbers = {desc: number for number, desc in enumerate(classes)}
@@ -185,7 +184,7 @@ def write_yolo(samples: Sequence[Sample], names: Sequence[str], out: Path, polyg
             )
             text = "".join(f"{line}\n" for line in lines)
             (labels / name).with_suffix(".txt").write_text(text, encoding="utf-8")
-        # Ultralytics refuses a file without `val`.
+        # Ultralytics requires `val`.
         mapping = {"train": "images/train", "val": "images/train", "names": classes}
         (part / DATA_YAML).write_text(dump_mapping(mapping), encoding="utf-8")
 

@@ -1,14 +1,13 @@
-"""The whole loop on this machine: a toy world, a server, two runs, a score that rises.
+"""`learner demo`: data, model, server, training and scores of a toy world on this machine.
 
 make data and model -> start the server -> score -> warm-up (channel A) -> score
     -> two channels against the server -> score -> stop the server
 
-With `--control`, channel A alone goes on from the warm-up as well, for as many steps of the same
-samples, and is scored by the same server. Each run has a YAML file of its own in the folder, which
-`learner launch` can run again.
+`--control` adds a run of channel A alone: from the same warm-up, with the same number of steps and
+the same samples. Each run has a YAML file in the folder, which `learner launch` can run again.
 
-`--world crowded` is the long demo: before its warm-up the vision tower is pretrained and the model
-learns scenes in which a description names one object; its two channels have a clean prefix.
+`--world crowded` first pretrains the vision tower, then trains on scenes with distinct
+descriptions; its two channels have a clean prefix.
 """
 
 import os
@@ -54,10 +53,9 @@ HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
 DISTINCT, WARMUP, TWO_CHANNEL, CHANNEL_A = "distinct", "warmup", "two_channel", "channel_a"
-# Of the vision tower, for crowded scenes.
+# Steps of the vision tower, for crowded scenes.
 PRETRAINING_STEPS = 2400
 DemoWorld = Literal["plain", "crowded"]
-# A row of the table.
 Row = tuple[str, Scores]
 Column = Callable[[Scores], str]
 _SCORES: dict[str, Column] = {
@@ -77,10 +75,7 @@ COLUMNS: dict[DemoWorld, dict[str, Column]] = {
 
 @dataclass
 class Demo:
-    """folder: of everything. base_url: of the server, which may not run yet.
-
-    begun: how many of its parts.
-    """
+    """base_url: of the server, which may not run yet. begun: number of parts begun."""
 
     folder: Path
     seed: int
@@ -96,18 +91,18 @@ class Demo:
 
     @property
     def distinct(self) -> Path:
-        """Data of the part before the warm-up, in the crowded world."""
+        """Folder of the distinct scenes, in the crowded world."""
         return self.folder / "data_distinct"
 
     @property
     def model(self) -> Path:
         return self.folder / "model"
 
-    def begin(self, what: str) -> None:
-        """Name the next part of all."""
+    def begin(self, part: str) -> None:
+        """Print the number and name of the next part."""
         self.begun += 1
         number = f"{self.begun}/{5 + self.control + 2 * (self.world == 'crowded')}"
-        tell(self.console, Text.assemble((number, "bold"), f" {what}"))
+        tell(self.console, Text.assemble((number, "bold"), f" {part}"))
 
 
 def run_demo(
@@ -118,12 +113,11 @@ def run_demo(
     control: bool = False,
     world: DemoWorld = "plain",
 ) -> None:
-    """Run everything under `folder`, which must not exist or be empty, and print the scores.
+    """Run all parts under `folder`, and print the scores.
 
-    control: also go on in channel A alone, for as many steps as in both channels.
+    control: also train channel A alone, for the same number of steps.
 
-    Raises:
-        ContractError: `folder` holds something, or the server could not start.
+    Raises ContractError if `folder` is not empty or the server cannot start.
     """
     require_free(folder)
     disable_progress_bar()
@@ -146,7 +140,7 @@ def run_demo(
         server.wait_until_healthy(SERVER_START_S)
         rows = _run_all(demo, config)
     print_tables([_table(demo, rows)])
-    _point_out(demo)
+    _print_paths(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
 
@@ -161,7 +155,7 @@ def _pretrain(demo: Demo, model: Path) -> None:
 
 
 def _run_all(demo: Demo, config: Config) -> list[Row]:
-    """Each run against a running server, scored around each. config: of the warm-up."""
+    """Run all trainings, and score before and after each. config: of the warm-up."""
     held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
     rows = [("before training", _score(config, held_out).scores)]
     if demo.world == "crowded":
@@ -187,9 +181,7 @@ def _run_all(demo: Demo, config: Config) -> list[Row]:
 
 
 def _evaluate(demo: Demo, config: Config, held_out: list[Sample]) -> Scores:
-    """Score the last checkpoint of a run, keep the answers in its folder as `learner eval` does,
-    and show them on its page.
-    """
+    """Score the last checkpoint of a run, write its evaluation folder, and renew its page."""
     run, checkpoint = Path(config.training.output_dir), _last_checkpoint(config)
     last = config.model_copy(
         update={"model": config.model.model_copy(update={"model": checkpoint})}
@@ -213,10 +205,7 @@ def _server_options(demo: Demo) -> list[str]:
 
 
 def _config(demo: Demo, name: str, model: Path, data: ToyData | None = None) -> Config:
-    """Write the YAML of one run, on top of the shipped one, and load it.
-
-    data: the demo's own, unless another is given.
-    """
+    """Write the YAML of a run, which extends the shipped one, and load it."""
     (group_port,) = free_ports(1)
     folder, data = demo.folder, data or demo.data
     server = {"servers": [{"base_url": demo.base_url, "group_port": group_port}]}
@@ -244,26 +233,21 @@ def _score(config: Config, held_out: list[Sample]) -> Evaluation:
 
 
 def _last_checkpoint(config: Config) -> Path:
-    found = get_last_checkpoint(str(config.training.output_dir))
-    assert found is not None, "the demo's configs save at the last step"
-    return Path(found)
+    checkpoint = get_last_checkpoint(str(config.training.output_dir))
+    assert checkpoint is not None, "the demo's configs save at the last step"
+    return Path(checkpoint)
 
 
-def _point_out(demo: Demo) -> None:
-    """What a person may look at next."""
+def _print_paths(demo: Demo) -> None:
     run = demo.folder / TWO_CHANNEL
     (evaluation,) = (run / EVALUATIONS).iterdir()
-    shown = {
-        "The run as a page": run / REPORT,
-        "Its answers to the held-out scenes": evaluation / REPORT,
-        "Its config, to run it again": demo.folder / f"{TWO_CHANNEL}.yaml",
-    }
-    for what, path in shown.items():
-        tell(demo.console, f"{what}: {path}")
+    tell(demo.console, f"The run as a page: {run / REPORT}")
+    tell(demo.console, f"Its answers to the held-out scenes: {evaluation / REPORT}")
+    tell(demo.console, f"Its config, to run it again: {demo.folder / f'{TWO_CHANNEL}.yaml'}")
 
 
 def _table(demo: Demo, rows: list[Row]) -> Table:
     columns = COLUMNS[demo.world]
-    cells = [[name, *(shown(scores) for shown in columns.values())] for name, scores in rows]
+    cells = [[name, *(column(scores) for column in columns.values())] for name, scores in rows]
     title = f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5"
     return Table(title, ("", *(f"#{name}" for name in columns)), cells)

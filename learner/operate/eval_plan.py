@@ -1,4 +1,4 @@
-"""What `learner eval` is to score, found and checked before anything is loaded (EVAL-01).
+"""The plan of `learner eval`, checked before a model is loaded (EVAL-01).
 
     config, options -> EvaluationPlan
 
@@ -32,10 +32,10 @@ from shared_contracts.errors import ContractError, ContractErrors
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """config: as it is evaluated: `model.model` is what is loaded first.
+    """config: of the evaluation; its `model.model` is loaded first.
 
-    checkpoint: what is scored. adapter: it is one, on top of `model.model`.
-    data: the file of `samples`. out: the folder that is made. placement: of a colocated server.
+    checkpoint: the scored folder. adapter: whether it is an adapter for `model.model`.
+    data: the file of `samples`. out: the new folder. placement: of a colocated server.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class EvaluationPlan:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that the evaluation is in, if any."""
+        """The run folder that contains the evaluation, if any."""
         folder = self.out.parent.parent
         return folder if self.out.parent.name == EVALUATIONS and (folder / RUN).is_file() else None
 
@@ -59,18 +59,18 @@ def plan_evaluation(
     data: Path | None = None,
     out: Path | None = None,
 ) -> EvaluationPlan:
-    """Check everything but the servers.
+    """Check everything but the servers, and return the plan.
 
-    checkpoint: in the place of `model.model`. data: of `data.val_jsonl`. out: by default a new
-    folder in `evaluations` of the run folder, which is none of the run's own.
+    checkpoint: replaces `model.model`. data: replaces `data.val_jsonl`. out: by default a new
+    folder below `evaluations` of the run folder.
 
-    Raises ContractError: names the option, the key, or the line of the data.
+    Raises ContractError at the option, the key, or the line of the data.
     """
     check_launcher(os.environ)
     if (processes := learner_processes(os.environ)) > 1:
         raise ContractError(
             "WORLD_SIZE",
-            f"{processes} processes were launched, and one asks for all answers",
+            f"{processes} processes were launched, and one process requests all answers",
             "Start `learner eval` without torchrun; several servers share the answers",
         )
     scored = checkpoint.absolute() if checkpoint else config.model.model
@@ -87,11 +87,11 @@ def plan_evaluation(
         found = "is missing, and so is --data"
         raise ContractError("data.val_jsonl", found, "Name a file to evaluate on")
     processor = config.model.model if adapter else scored
-    (everyone,), bad = read_data(config, [file], processor, watch)
-    samples = [sample for sample in everyone if sample.sample_id not in bad]
+    (file_samples,), bad = read_data(config, [file], processor, watch)
+    samples = [sample for sample in file_samples if sample.sample_id not in bad]
     if not samples:
-        first = bad[everyone[0].sample_id]
-        found = f"none of {len(everyone)} samples can be evaluated; first {first}"
+        first = bad[file_samples[0].sample_id]
+        found = f"none of {len(file_samples)} samples can be evaluated; first {first}"
         raise ContractError(str(file), found, "Mend the images, or their paths")
     placement = check_backend(evaluated, os.environ)
     folder = out.absolute() if out else evaluation_folder(config.training.output_dir, scored, file)
@@ -100,10 +100,7 @@ def plan_evaluation(
 
 
 def _to_score(config: Config, model: Path, *, adapter: bool) -> Config:
-    """The config without what is of training alone.
-
-    Whole weights are pushed, whatever the servers have loaded; nothing is sharded.
-    """
+    """Return the config with training-only settings reset: full pushes, no sharding."""
     rollout = config.rollout_matching
     sync = rollout.vllm.sync.model_copy(update={"mode": "full"})
     vllm = rollout.vllm.model_copy(update={"sync": sync})
@@ -118,7 +115,7 @@ def _to_score(config: Config, model: Path, *, adapter: bool) -> Config:
 
 
 def require_whole(folder: Path, where: str) -> None:
-    """Raise ContractError for a folder of a run, and a checkpoint of which files are missing."""
+    """Raise ContractError for a run folder, and for a checkpoint with missing files."""
     if checkpoints := checkpoints_in(folder):
         found = f"{folder} is the folder of a run"
         raise ContractError(where, found, f"Name a checkpoint in it, such as {checkpoints[0]}")
@@ -130,7 +127,7 @@ def require_whole(folder: Path, where: str) -> None:
 
 
 def _check_weights(folder: Path, where: str) -> None:
-    """A folder that a model can be loaded from; where: what names it."""
+    """Raise ContractError unless a model can be loaded from the folder."""
     require_whole(folder, where)
     try:
         check_checkpoint(folder)
@@ -140,16 +137,16 @@ def _check_weights(folder: Path, where: str) -> None:
 
 
 def _check_adapter(config: Config, folder: Path) -> None:
-    """The adapter is of the kind that the config makes."""
+    """Raise ContractError unless the adapter has the config's kind, rank and alpha."""
     tuner, do = config.tuner, "Give the config of its run, such as its resolved_config.yaml"
     if not isinstance(tuner, LoraTuner):
         found = f"{folder} is an adapter, and tuner.train_type of the config is {tuner.train_type}"
         raise ContractError("--checkpoint", found, do)
-    made = read_json(folder / ADAPTER)
-    values = {  # by the names of peft's file
-        "lora_rank": (tuner.lora_rank, made.get("r")),
-        "lora_alpha": (tuner.lora_alpha, made.get("lora_alpha")),
-        "use_dora": (tuner.use_dora, made.get("use_dora", False)),
+    adapter = read_json(folder / ADAPTER)
+    values = {
+        "lora_rank": (tuner.lora_rank, adapter.get("r")),
+        "lora_alpha": (tuner.lora_alpha, adapter.get("lora_alpha")),
+        "use_dora": (tuner.use_dora, adapter.get("use_dora", False)),
     }
     if errors := [
         ContractError(f"tuner.{key}", f"is {ours}, and that of the adapter is {its}", do)
@@ -160,7 +157,7 @@ def _check_adapter(config: Config, folder: Path) -> None:
 
 
 def evaluation_folder(run: Path, checkpoint: Path, data: Path) -> Path:
-    """The first of `checkpoint-500-val`, `checkpoint-500-val-2`, ... that the run does not have."""
+    """Return the first of `checkpoint-500-val`, `checkpoint-500-val-2`, ... that does not exist."""
     folder, name = run / EVALUATIONS, f"{checkpoint.name}-{data.stem}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(folder / each for each in names if not (folder / each).exists())

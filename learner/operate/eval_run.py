@@ -1,7 +1,7 @@
 """An evaluation from a plan to a folder of artifacts (EVAL-01).
 
-run_evaluation()   load -> push -> ask -> parse, match -> score -> folder
-tables()           what a person reads of it
+run_evaluation()   load -> push -> infer -> parse, match -> score -> folder
+tables()           the results for a terminal
 """
 
 import shutil
@@ -35,10 +35,9 @@ _WORST = 10
 
 
 def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: Console) -> Scored:
-    """Score the answers and write the folder; clients: of the servers of the plan, if any.
+    """Score the answers and write the folder. clients: of the plan's servers, if any.
 
-    Raises:
-        RunError: the servers are gone for good, or the disk is full.
+    Raises RunError if the servers fail for good, or the disk is full.
     """
     disable_progress_bar()
     config = plan.config
@@ -62,7 +61,7 @@ def keep_evaluation(
 
 @contextmanager
 def _server_folder() -> Iterator[Path]:
-    """Where a colocated server keeps its settings and its log, which stay when it fails."""
+    """Yield a folder for settings and log of a colocated server; an error keeps the files."""
     folder = Path(tempfile.mkdtemp(prefix="learner-eval-"))
     try:
         yield folder
@@ -73,19 +72,19 @@ def _server_folder() -> Iterator[Path]:
 
 
 def _with_adapter(config: Config, folder: Path) -> LoadedModel:
-    """The model of the config with the adapter of a folder in the place of a new one."""
+    """Return the model of the config with the weights of an adapter folder."""
     loaded = load_model(config)
     try:
         weights = load_peft_weights(str(folder))
         result: Any = set_peft_model_state_dict(loaded.model, weights)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _unfit(folder, error_text(error)) from error
+        raise _mismatch(folder, error_text(error)) from error
     if result.unexpected_keys:
-        raise _unfit(folder, f"no place for {result.unexpected_keys[0]}")
+        raise _mismatch(folder, f"no place for {result.unexpected_keys[0]}")
     return loaded
 
 
-def _unfit(folder: Path, found: str) -> ContractError:
+def _mismatch(folder: Path, found: str) -> ContractError:
     return ContractError(
         "--checkpoint",
         f"the adapter in {folder} does not fit the model of the config ({found})",
@@ -94,10 +93,10 @@ def _unfit(folder: Path, found: str) -> ContractError:
 
 
 def tables(scored: Scored) -> list[Table]:
-    """Scores, and the descriptions and samples to look at first."""
+    """Return tables of scores, and of the descriptions and samples with the lowest F1."""
     numbers = scored.numbers()
     rows = [[tile.name, tile.value, tile.note] for tile in tiles(numbers)]
-    found = [
+    result = [
         Table(f"{len(scored.answers)} answers, a hit has an IoU of 0.5", ("", "#", ""), rows),
         thresholds(numbers),
         precisions(numbers),
@@ -105,8 +104,8 @@ def tables(scored: Scored) -> list[Table]:
     ]
     wrong = sorted((answer for answer in scored.answers if answer.f1 < 1), key=badness)
     if wrong:  # in the order of the page
-        found.append(_samples(wrong[:_WORST]))
-    return found
+        result.append(_samples(wrong[:_WORST]))
+    return result
 
 
 def _samples(worst: Sequence[ScoredAnswer]) -> Table:

@@ -1,13 +1,13 @@
-"""`learner export`: a checkpoint of a run as a plain model, which has proven itself (RUN-01).
+"""`learner export`: write a checkpoint of a run as a verified plain model (RUN-01).
 
-    checkpoint (full, or an adapter over one) -> merged weights and processor -> a new folder,
-           in the form that transformers 4.57 reads, too
-        -> loaded again by transformers: the same logits
-        -> served by vLLM: the model's own greedy answers
+    checkpoint (full, or an adapter) -> merged weights and processor -> a new folder,
+           in a form that transformers 4.57 reads, too
+        -> loaded again by transformers: logits within 1e-3
+        -> served by vLLM: log-probabilities within the bound of `ProofOfEffect`
         -> published, with a model card
-        -> pushed to the Hub, where that was asked for
+        -> pushed to the Hub, with `--push-to-hub`
 
-Optimizer, schedule and what else a run goes on with stay behind.
+The state to resume a run, such as the optimizer, is not exported.
 """
 
 import secrets
@@ -47,12 +47,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Proof = Literal["all", "transformers"]
 
 _START_S = 900.0
-# Reading weights back changes no bit of them; a forward may add in another order.
+# Weights are bit-equal after reading; a forward may sum in another order.
 _LOGITS = 1e-3
 
 
 def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
-    """Raise ContractError for what is no whole checkpoint, or cannot be proven or written."""
+    """Raise ContractError unless the checkpoint is whole, and can be verified and written."""
     require_free(out)
     require_whole(checkpoint, "CHECKPOINT")
     if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):
@@ -70,13 +70,13 @@ def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
 
 
 def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str]:
-    """Write the model of a checkpoint to `out`; returns what has proven it.
+    """Write the model of a checkpoint to `out`; return the results of the verification.
 
     dtype: of the weights; `auto`: the checkpoint's own.
 
     Raises:
         ContractError: `checkpoint` cannot be loaded.
-        RunError: what was written does not answer as the model does; nothing is left then.
+        RunError: the written model does not answer as the checkpoint; `out` is not created.
     """
     disable_progress_bar()
     with loading("CHECKPOINT", str(checkpoint), "Name a whole checkpoint of a Qwen3-VL"):
@@ -95,9 +95,9 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
 
 
 def push_export(out: Path, repository: str, *, private: bool) -> str:
-    """Push what `export` has written; returns the address of the commit.
+    """Push a folder of `export`; return the URL of the commit.
 
-    Raises RunError, which says how to push it again.
+    Raises RunError with the command that pushes it again.
     """
     try:
         return push_folder(out, repository, private=private, message="Export of Rollmatch")
@@ -108,27 +108,27 @@ def push_export(out: Path, repository: str, *, private: bool) -> str:
 
 
 def push_run(config: Config) -> str:
-    """Push the model of a run's newest checkpoint as `training` says; the address of the commit.
+    """Push the model of a run's newest checkpoint to `training.hub_model_id`; return the URL.
 
-    The model has the data type of `model.torch_dtype`.
+    The model has the data type of `model.torch_dtype`. The run folder does not change.
 
-    Raises RunError, which says how to push it again; the run folder is as it was.
+    Raises RunError with the command that pushes it again.
     """
     training = config.training
     repository, folder = training.hub_model_id, Path(training.output_dir)
-    found, _ = newest_whole(folder)
+    newest, _ = newest_whole(folder)
     assert repository is not None, "checked with the config"
-    assert found is not None, "a run saves at its last step"
+    assert newest is not None, "a run saves at its last step"
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".push-") as place:
             out = Path(place) / "model"
-            export(found.path, out, config.model.torch_dtype, "transformers")
-            message = f"{training.run_name}, step {found.manifest.step}"
+            export(newest.path, out, config.model.torch_dtype, "transformers")
+            message = f"{training.run_name}, step {newest.manifest.step}"
             return push_folder(out, repository, private=training.hub_private_repo, message=message)
     except (ContractError, RunError, OSError) as error:
         raise RunError(
             f"the run has ended well, and its model was not pushed: {error}. Push it with `learner "
-            f"export {found.path} --out NEW --push-to-hub {repository}`"
+            f"export {newest.path} --out NEW --push-to-hub {repository}`"
         ) from error
 
 
@@ -146,7 +146,7 @@ def _prove_by_transformers(model: PreTrainedModel, processor: ProcessorMixin, pa
 
 
 def logits_of(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> Tensor:
-    """Of every position of a probe's prompt; (L, V) float32."""
+    """Return the logits of every position of a probe's prompt; (L, V) float32."""
     prompt = encode_request(processor, prompts()[name])
     inputs: dict[str, Tensor | None] = {
         "input_ids": prompt.ids[None],
@@ -160,7 +160,6 @@ def logits_of(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> T
 
 def _prove_by_vllm(model: PreTrainedModel, processor: ProcessorMixin, part: Path) -> str:
     token = secrets.token_urlsafe(32)
-    told = {key: value for key, value in environ.items() if key != TOKEN_FILE_VARIABLE}
     device = "gpu" if torch.cuda.is_available() else "cpu"
     options = ["--model", str(part), "--device", device]
     if device == "gpu":
@@ -171,11 +170,12 @@ def _prove_by_vllm(model: PreTrainedModel, processor: ProcessorMixin, part: Path
     family = family_of(model)
     loaded = LoadedModel(model, family.inner(model), processor, tokenizer, vocab, family=family)
     proof = ProofOfEffect(loaded, "full")
+    environment = {**environ, TOKEN_VARIABLE: token}
+    environment.pop(TOKEN_FILE_VARIABLE, None)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "rollout_server.log"
-        environment = {**told, TOKEN_VARIABLE: token}
         with ServerProcess(options, log, environment=environment) as server:
             server.wait_until_healthy(_START_S)
             with RolloutClient(server.base_url, token=token) as client:
-                found = proof.check(server.base_url, client.infer(probe_call()), dtype)
-    return f"vLLM serves it: log-probabilities differ by {found:.2g} nats in the mean"
+                difference = proof.check(server.base_url, client.infer(probe_call()), dtype)
+    return f"vLLM serves it: log-probabilities differ by {difference:.2g} nats in the mean"

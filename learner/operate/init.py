@@ -1,12 +1,12 @@
-"""`learner init`: a checkpoint and a data file become a folder with the YAMLs of a training.
+"""`learner init`: write a folder of training YAMLs for a checkpoint and a data file.
 
-    check_data()      every line and image; what a run would refuse ends it here
-    describe_expanded the config and the tokenizer with coordinate tokens, as yet without weights
-    measure()         the longest sample, from which lengths and steps follow
-    choose()          the first shape that fits the GPU by `learner estimate`
-    expand_vocab      the weights, and the YAMLs beside them: the folder appears whole
+    check_data()      checks every line and image as a run does
+    describe_expanded writes config and tokenizer with coordinate tokens, without weights
+    measure()         finds the longest sample, which determines lengths and steps
+    choose_shape()    finds the first shape that fits the GPU by `learner estimate`
+    expand_vocab      writes the weights; then the YAMLs follow and the folder is published
 
-A checkpoint whose coordinate tokens are new, or look untrained, gets a warm-up before its run.
+A checkpoint whose coordinate tokens are new or look untrained gets a warm-up before its run.
 """
 
 import json
@@ -54,13 +54,13 @@ from shared_contracts.machine import visible_gpus
 CPU = "cpu"
 TEMPLATE = "init.yaml.jinja"
 WARMUP, TWO_CHANNEL, MODEL, SCHEMA = "warmup", "two_channel", "model", "schema.json"
-# Tokens of a pack: what the shipped profiles for GPUs have. The CPU gets shorter ones.
+# Tokens of a pack; those for GPUs are the shipped profiles'.
 PACKS, CPU_PACKS = (12_000, 6_000), (2_048,)
 BATCH, CPU_BATCH = 32, 8
-# Two passes over the data, and so many steps at least.
+# Passes over the data, and the smallest numbers of steps.
 PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
 ANSWERS_AT_ONCE = 64
-# Of a shared GPU, what the server takes at most; the rest is for what the learner keeps.
+# Largest server share of a GPU that the learner shares.
 LARGEST_SHARE = 0.7
 _LENGTH_STEP = 64
 
@@ -70,7 +70,7 @@ OFFLOADS: tuple[Offload, ...] = ("", "optimizer", "model")
 
 @dataclass(frozen=True)
 class InitOptions:
-    """The options. gpu: None on the CPU; gpus: of the learner and its servers together."""
+    """gpu: None on the CPU. gpus: number of GPUs of learner and servers together."""
 
     model: Path
     data: Path
@@ -83,10 +83,10 @@ class InitOptions:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run uses its devices, and what follows from its estimate.
+    """The devices of a run, and the settings that its estimate determines.
 
-    servers: GPUs of the rollout server; 0: it shares the device of the learner. pack: tokens.
-    share: of a GPU that learner and server share. at_once: `decode_batch_size`.
+    servers: GPUs of the rollout server; 0: it shares the learner's device. pack: tokens of a pack.
+    share: server share of a shared GPU. at_once: `decode_batch_size`.
     """
 
     lora: bool
@@ -107,7 +107,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the samples, in tokens. answer: `max_new_tokens`. longest: of one sample in a pack."""
+    """In tokens. target: longest answer. answer: `max_new_tokens`. longest: longest sample."""
 
     target: int
     answer: int
@@ -115,9 +115,9 @@ class Lengths:
 
 
 def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
-    """The kind of GPU, None for the CPU, and how many; by default those that are visible.
+    """Return the kind of GPU (None: the CPU) and the number; by default the visible GPUs.
 
-    Raises ContractError where that is not known.
+    Raises ContractError if the kind is unknown or no GPU is visible.
     """
     if name is not None and name.lower() == CPU:
         if gpus is not None:
@@ -135,10 +135,9 @@ def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
 
 
 def init(options: InitOptions, console: Console) -> None:
-    """Write the folder `options.out`; says what was found, what was chosen and what to run next.
+    """Write the folder `options.out`; print findings, choices and the next commands.
 
-    Raises ContractError for a checkpoint, data or a GPU with which no run can train; nothing is
-    left then.
+    Raises ContractError, and writes nothing, for a checkpoint, data or a GPU that cannot train.
     """
     require_free(options.out)
     disable_progress_bar()
@@ -164,7 +163,7 @@ def init(options: InitOptions, console: Console) -> None:
             tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
         writer = Writer(options, part, model, len(samples), warmup=why is not None)
         samples, lengths = measure(writer.draft(), samples)
-        shape = choose(writer, samples, lengths, console)
+        shape = choose_shape(writer, samples, lengths, console)
         if not has_tokens:
             shutil.rmtree(model)
             expand_vocab(options.model, model, seed=0, tie=None)
@@ -189,9 +188,9 @@ def init(options: InitOptions, console: Console) -> None:
 
 
 def _has_coordinate_tokens(model: Path) -> bool:
-    """Whether the tokenizer has all of them.
+    """Return whether the tokenizer has all coordinate tokens.
 
-    Raises ContractError, about --model, for a folder that is no checkpoint of a known family.
+    Raises ContractError at --model for a folder that is no checkpoint of a known family.
     """
     try:
         if not model.is_dir() or (model / ADAPTER).is_file():
@@ -210,9 +209,9 @@ def _has_coordinate_tokens(model: Path) -> bool:
 
 
 def as_data_file(option: str, source: Path, out: Path, part: Path, console: Console) -> list[Path]:
-    """Convert data of another format to the file `part`, which will be at `out`.
+    """Convert data of another format to the file `part`, which is published as `out`.
 
-    Returns where the samples are read now, and later: twice `source` if it is a data file.
+    Return the current and the final path of the data file: `source` twice for JSONL.
     """
     if (form := detect_format(source)) == "jsonl":
         return [source, source]
@@ -229,7 +228,7 @@ def as_data_file(option: str, source: Path, out: Path, part: Path, console: Cons
 
 
 def check_data(files: Sequence[Path], console: Console) -> list[Sample]:
-    """The samples of the first file; prints counts, and raises ContractErrors for every problem."""
+    """Return the samples of the first file; print counts; raise ContractErrors for all problems."""
     canvas = MatchingConfig().maskiou_resolution
     reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
     print_tables(check_tables(reports))
@@ -243,9 +242,9 @@ def check_data(files: Sequence[Path], console: Console) -> list[Sample]:
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
-    """The samples, the longest first, and their lengths for the tokenizer of the draft.
+    """Return the samples, longest first, and their token lengths for the draft's tokenizer.
 
-    Raises ContractError for samples that leave no room for an answer.
+    Raises ContractError if the model's context has no room for the longest answer.
     """
     lengths = lengths_of_run(draft)
     prompts = [lengths.prompt(sample) for sample in samples]
@@ -270,8 +269,8 @@ def _round_up(tokens: int) -> int:
 
 
 def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[Shape]:
-    """Those that the options allow, in the order in which they change the shipped profile least:
-    all weights on a GPU, then over more of them, then LoRA; long packs before short ones.
+    """Yield the shapes that the options allow, those nearest to the shipped profile first:
+    all weights on one GPU, then on more GPUs, then LoRA; long packs before short ones.
     """
     usual = CPU_PACKS if options.gpu is None else PACKS
     packs = sorted({max(pack, lengths.longest) for pack in usual}, reverse=True)
@@ -284,20 +283,20 @@ def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[Shape
             yield from (Shape(lora, learner, servers, pack) for pack in packs)
 
 
-def choose(
+def choose_shape(
     writer: "Writer",
     samples: Sequence[Sample],
     lengths: Lengths,
     console: Console,
     count: Callable[..., Estimate] = estimate,
 ) -> Shape:
-    """The first shape that fits, by the estimate of a step on its longest samples.
+    """Return the first shape that fits, by the estimate of a step on the longest samples.
 
-    samples: the longest first. count: makes an estimate, as `learner estimate` does.
+    samples: longest first. count: the function `estimate`.
 
-    Raises ContractError, with what the last shape lacks, where none fits.
+    Raises ContractError, with the last shape's reason, if no shape fits.
     """
-    gpu, found = writer.options.gpu, ""
+    gpu, reason = writer.options.gpu, ""
     for shape in shapes(writer.options, lengths, writer.batch):
         if gpu is None:
             note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
@@ -306,23 +305,23 @@ def choose(
         if isinstance(fitted, Shape):
             tell(console, f"Fits {gpu.name}: {fitted}. {fitted.estimate}")
             return fitted
-        found = fitted
-        tell(console, f"Does not fit {gpu.name}: {shape}: {found}")
+        reason = fitted
+        tell(console, f"Does not fit {gpu.name}: {shape}: {reason}")
     assert gpu is not None, "a CPU fits"
     do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
-    raise ContractError("--gpu", f"nothing fits {writer.options.gpus} x {gpu.name}: {found}", do)
+    raise ContractError("--gpu", f"nothing fits {writer.options.gpus} x {gpu.name}: {reason}", do)
 
 
 def _fit(
     writer: "Writer", shape: Shape, lengths: Lengths, count: Callable[..., Estimate]
 ) -> Shape | str:
-    """The shape with what follows from its estimate, or why it does not fit."""
+    """Return the shape with the settings of its estimate, or the reason why it does not fit."""
     faults = list[ContractError]()
     found = count(writer.config(shape, lengths), processes=shape.learner_gpus)
     note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs "
     shape = replace(shape, estimate=f"{note}{gib(found.largest.total)} of {gib(found.room)}.")
     for offload in OFFLOADS:
-        if not shape.servers:  # shared: the server takes what the learner does not keep
+        if not shape.servers:  # shared: the server gets the memory that the learner does not keep
             shape = replace(shape, share=0.1, offload=offload)
             kept = replace(found, config=writer.config(shape, lengths)).kept / found.gpu.memory
             shape = replace(shape, share=min(LARGEST_SHARE, math.floor(20 * (USABLE - kept)) / 20))
@@ -333,14 +332,14 @@ def _fit(
             return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
         if shape.servers:
             break
-    return faults[0].found if faults else "the learner keeps all of it beside its server"
+    return faults[0].found if faults else "the learner leaves no memory for its server"
 
 
 class Writer:
-    """The YAMLs of a folder that is being made.
+    """Writer of the YAMLs of a new folder.
 
-    folder: to write into. model: the checkpoint to measure with, which may have no weights yet.
-    samples: of the training file. warmup: whether one comes before the run.
+    folder: its temporary path. model: the checkpoint to measure with; may have no weights yet.
+    samples: number of training samples. warmup: whether a warm-up precedes the run.
     """
 
     def __init__(
@@ -360,17 +359,17 @@ class Writer:
         self._template = jinja.get_template(TEMPLATE)
 
     def draft(self) -> Config:
-        """A config to measure samples with; nothing in it fits them yet."""
+        """Return a config to measure samples with; its lengths are placeholders."""
         return self.config(Shape(self.options.lora, 1, 0, PACKS[0]), Lengths(1, 1, 1))
 
     def config(self, shape: Shape, lengths: Lengths) -> Config:
-        """The run's, of the model to measure with."""
+        """Return the config of the run, with the model to measure with."""
         config = self.write(TWO_CHANNEL, shape, lengths)
         model = config.model.model_copy(update={"model": self._model})
         return config.model_copy(update={"model": model})
 
     def write(self, name: str, shape: Shape, lengths: Lengths) -> Config:
-        """Write the YAML of this name, and load it."""
+        """Write the YAML `name`.yaml, and load it."""
         options, warmup, path = self.options, name == WARMUP, self._folder / f"{name}.yaml"
         folder = options.out.absolute()
         steps = self.steps(name)
@@ -404,7 +403,7 @@ class Writer:
 
 
 def command_of(name: str, out: Path, shape: Shape) -> str:
-    """What trains by a YAML of the folder; GPUs count from 0, those of the learner first."""
+    """Return the command that trains a YAML; GPUs count from 0, the learner's first."""
     file = shlex.quote(str(out / f"{name}.yaml"))
     learner = ",".join(map(str, range(shape.learner_gpus)))
     servers = range(shape.learner_gpus, shape.learner_gpus + shape.servers)

@@ -1,11 +1,10 @@
-"""Servers and learner of one machine, started one after the other and stopped together (DEP-02).
+"""Start and stop of the servers and the learner on one machine (DEP-02).
 
     servers start -> all are ready -> the learner trains
-        -> it ends, a server ends for good, or a signal comes
+        -> the learner ends, a server fails for good, or a signal arrives
         -> the learner is stopped, then the servers
 
-Whatever becomes of this process, nothing that it has started is left: the kernel ends them
-with it.
+If this process is killed, the kernel kills its children (parent-death signal).
 """
 
 import os
@@ -32,17 +31,17 @@ from shared_contracts.errors import ContractError, RunError
 Tell = Callable[[str], object]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# torchrun kills what does not end in its own time.
+# Longer than the grace time after which torchrun itself kills.
 STOP_GRACE_S = SHUTDOWN_S + 10.0
 # Imports, weights, and on GPUs the capture of graphs.
 START_S = 900.0
-# One call of a server takes at most so long.
+# Timeout of a readiness call.
 _CALL_S = 2.0
 _POLL_S = 0.2
 
 
 class StopRequested(Exception):
-    """A signal came. number: which one."""
+    """A stop signal arrived. number: the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,52 +49,52 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGHUP while entered, in the main thread.
+    """Context manager that records SIGINT, SIGTERM and SIGHUP, in the main thread.
 
-    A SIGINT or SIGHUP that the process inherited as ignored, as from nohup, stays ignored.
+    SIGINT or SIGHUP stays ignored if the parent ignored it, as nohup does.
     """
 
     def __init__(self) -> None:
-        self._came: list[int] = []
-        self._before: dict[signal.Signals, Any] = {}
+        self._received: list[int] = []
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     @property
     def urgent(self) -> bool:
-        """A second signal came: there is no time for a grace."""
-        return len(self._came) > 1
+        """Whether a second signal arrived, which ends all grace times."""
+        return len(self._received) > 1
 
     def check(self) -> None:
-        """Raises StopRequested once a signal came."""
-        if self._came:
-            raise StopRequested(self._came[0])
+        """Raise StopRequested if a signal arrived."""
+        if self._received:
+            raise StopRequested(self._received[0])
 
     def pause(self, seconds: float) -> None:
-        """Sleep; raises StopRequested as soon as a signal came."""
+        """Sleep; raise StopRequested as soon as a signal arrives."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.check()
             time.sleep(min(left, 0.1))
         self.check()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._came.append(number)
+    def _record(self, number: int, _: FrameType | None) -> None:
+        self._received.append(number)
 
 
 class LearnerProcess:
-    """`command` in so many processes, with this process's output; all end with this process.
+    """torchrun with `processes` times `command`; they end with this process.
 
-    In a session of their own, so that an interrupt of the terminal reaches this process alone.
-    signals: a second one cuts the grace of a stop short.
+    They have a session of their own: an interrupt of the terminal reaches this process only.
+    signals: a second signal ends the grace time of a stop.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class LearnerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """SIGTERM, then SIGKILL after a grace time."""
+        """Send SIGTERM, then SIGKILL after a grace time."""
         self._process.terminate()
         end = time.monotonic() + STOP_GRACE_S
         while self.code() is None and time.monotonic() < end and not self._signals.urgent:
@@ -127,17 +126,14 @@ class LearnerProcess:
         self._process.wait()
 
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while the learner runs."""
         code = self._process.poll()
         return RUN_FAILED if code is not None and code < 0 else code
 
 
 @dataclass(frozen=True)
 class Crew:
-    """What is started. servers: each on a port of its own.
-
-    start_s, pauses_s: see `SupervisedServer`.
-    """
+    """Factories of the processes. start_s, pauses_s: see `SupervisedServer`."""
 
     servers: Sequence[Callable[[], ServerProcess]]
     learner: Callable[[StopSignals], LearnerProcess]
@@ -156,13 +152,13 @@ class Crew:
 
 
 def launch(crew: Crew, tell: Tell) -> int:
-    """Run it all; returns the learner's exit code, or 128 and the signal that ended it.
+    """Run servers and learner; return the learner's exit code, or 128 plus a stop signal.
 
     tell: prints a line.
 
     Raises:
-        ContractError: a server ended at its start, because of bad input.
-        RunError: a server did not become ready, or ended for good.
+        ContractError: a server ended at its start because of bad input.
+        RunError: a server did not become ready, or failed for good.
     """
     with StopSignals() as signals:
         try:
@@ -191,20 +187,20 @@ def _until_the_end(
 
 
 class Servers:
-    """All servers of a launch; none is left when this is."""
+    """Context manager of all servers of a launch; its exit stops them."""
 
     def __init__(self, crew: Crew, signals: StopSignals, tell: Tell) -> None:
         self._crew, self._signals, self._tell = crew, signals, tell
         self._processes: list[ServerProcess] = []
-        self._kept: list[SupervisedServer] = []
+        self._supervised: list[SupervisedServer] = []
 
     def start(self) -> None:
-        """Start all and wait until all are ready; from then on one that ends is started again.
+        """Start all servers and wait until all are ready; later, a server that ends is restarted.
 
         Raises:
-            ContractError: one ended, because of bad input.
-            RunError: one ended, or was not ready in time; both show its last lines.
-            StopRequested: a signal came.
+            ContractError: a server ended because of bad input.
+            RunError: a server ended or was not ready in time; the message has its last lines.
+            StopRequested: a signal arrived.
         """
         for start in self._crew.servers:
             self._processes.append(start())
@@ -220,29 +216,29 @@ class Servers:
                     continue
                 reason = why
                 if passed > self._crew.start_s:
-                    late = waiting[0]
                     raise RunError(
-                        f"the rollout server at {late.base_url} was not ready within "
-                        f"{self._crew.start_s:g} s ({why}). {late.log_tail()}"
+                        f"the rollout server at {waiting[0].base_url} was not ready within "
+                        f"{self._crew.start_s:g} s ({why}). {waiting[0].log_tail()}"
                     )
         for start, process in zip(self._crew.servers, self._processes, strict=True):
             name = f"the rollout server at {process.base_url}"
             pauses_s, start_s = self._crew.pauses_s, self._crew.start_s
-            self._kept.append(SupervisedServer(start, start_s, pauses_s, first=process, name=name))
+            supervised = SupervisedServer(start, start_s, pauses_s, first=process, name=name)
+            self._supervised.append(supervised)
 
     def check(self) -> None:
-        """Raises RunError once a server ended too often."""
-        for server in self._kept:
+        """Raise RunError if a server ended too often."""
+        for server in self._supervised:
             server.check()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """SIGTERM to all at once, SIGKILL after a grace time or with a second signal."""
+        """Send SIGTERM to all, then SIGKILL after a grace time or a second signal."""
         with suppress(OSError):
             self._tell("Stopping the servers")
-        running: Sequence[SupervisedServer | ServerProcess] = self._kept or self._processes
+        running: Sequence[SupervisedServer | ServerProcess] = self._supervised or self._processes
         with ThreadPoolExecutor(max(len(running), 1)) as pool:
             stops = [pool.submit(server.stop) for server in running]
             while not all(stop.done() for stop in stops):
@@ -253,7 +249,7 @@ class Servers:
 
 
 def require_running(server: ServerProcess) -> None:
-    """Raise ContractError or RunError when it has ended."""
+    """Raise if a server has ended: ContractError for bad input, else RunError."""
     if (code := server.code()) is not None:
         where, found = f"the rollout server at {server.base_url}", f"it ended with code {code}"
         if code == BAD_INPUT:
@@ -262,7 +258,10 @@ def require_running(server: ServerProcess) -> None:
 
 
 def why_not_ready(server: ServerProcess) -> str | None:
-    """The error of a call; None: it can be pushed to. Raises as `require_running`."""
+    """Return the error of a readiness call; None if the server accepts pushes.
+
+    Raises as `require_running`.
+    """
     require_running(server)
     try:
         with RolloutClient(server.base_url, _CALL_S) as client:

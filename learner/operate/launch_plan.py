@@ -1,10 +1,9 @@
-"""What `learner launch` will start, and everything that can be wrong with it beforehand.
+"""The plan of `learner launch`, checked before a process starts. Imports no torch.
 
     config and options -> plan_launch -> LaunchPlan -> `launch`
 
-`split_devices` gives each GPU to a server or to the learner, `addresses_here` each server its
-address. `shell_assignments` is what a launcher in shell needs instead (`learner preflight`).
-Imports no torch.
+`split_devices` assigns each GPU to a server or to the learner, `addresses_here` an address to each
+server. `shell_assignments` is the output of `learner preflight` for launchers in shell.
 """
 
 import json
@@ -39,15 +38,15 @@ from shared_contracts.server_info import TOKEN_FILE_VARIABLE
 SERVER_GPUS, TRAIN_GPUS, PROCESSES = "--server-gpus", "--train-gpus", "--train-processes"
 SERVER_CONFIG = "--server-config"
 _SERVERS = "rollout_matching.vllm.server.servers"
-# Settings of a server that follow from the training YAML and the options of the launch.
+# Server settings that follow from the training YAML and the options of the launch.
 _DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid")
-# What makes a process one of several, wherever this one was started.
-_ONE_OF_SEVERAL = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+# Variables of torchrun, which may have started this process.
+_TORCHRUN_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """As they were given; None or empty: not at all."""
+    """Options as given on the command line; None or empty: not given."""
 
     device: str
     server_gpus: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class LaunchOptions:
 
     @property
     def processes(self) -> int:
-        """Of the learner, also if the options have faults."""
+        """Number of learner processes, also if the options have faults."""
         if self.device == "cpu":
             return max(self.train_processes or 1, 1)
         return len((self.train_gpus or "").split(","))
@@ -64,9 +63,9 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Split:
-    """servers: GPU ids of each server, in the order of the config. learner: one for each process.
+    """servers: GPU ids of each server, in config order. learner: one GPU id for each process.
 
-    On the CPU there are no ids.
+    The CPU has no ids.
     """
 
     servers: tuple[tuple[int, ...], ...]
@@ -77,13 +76,13 @@ class Split:
 def split_devices(
     options: LaunchOptions, servers: int, tensor_parallel_size: int, visible: Sequence[int]
 ) -> Split:
-    """The rule: each server and the learner has a list of GPUs, and no visible GPU is in two.
+    """Return the GPUs of each server and of the learner; no GPU may occur twice.
 
-    servers: how many the config has. tensor_parallel_size: GPUs of one replica.
-    visible: ids of the GPUs there are for this process.
+    servers: number of servers in the config. tensor_parallel_size: GPUs of one replica.
+    visible: ids of the GPUs that this process may use.
 
     Raises:
-        ContractErrors: everything that is wrong with it.
+        ContractErrors: all faults of the options.
     """
     of_gpus = {SERVER_GPUS: options.server_gpus, TRAIN_GPUS: options.train_gpus}
     given = [option for option, value in of_gpus.items() if value]
@@ -118,48 +117,49 @@ def split_devices(
         ids = tuple(map(int, parts))
         lists.append(ids)
         if missing := sorted({*ids} - {*visible}):
-            found = f"no GPU {_shown(missing)} here, there are {_shown(visible)}"
+            found = f"no GPU {_id_list(missing)} here, there are {_id_list(visible)}"
             fault(option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide")
         if option == SERVER_GPUS and len(ids) % tensor_parallel_size:
             found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
             found += f"tensor_parallel_size {tensor_parallel_size}"
             fault(option, found, f"Give a multiple of {tensor_parallel_size}")
-        if twice := sorted({*ids} & used | {gpu for gpu in ids if ids.count(gpu) > 1}):
-            fault(option, f"GPU {_shown(twice)} is named more than once", "Name every GPU once")
+        if repeated := sorted({*ids} & used | {gpu for gpu in ids if ids.count(gpu) > 1}):
+            found = f"GPU {_id_list(repeated)} is named more than once"
+            fault(option, found, "Name every GPU once")
         used |= {*ids}
     faults.raise_all()
     *of_servers, learner = lists
     return Split(tuple(of_servers), learner, len(learner))
 
 
-def _shown(ids: Sequence[int]) -> str:
+def _id_list(ids: Sequence[int]) -> str:
     return ",".join(map(str, ids))
 
 
 def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int]]:
-    """URL, IPv4 address and port of each server of the config, on this machine, if all are free.
+    """Return URL, IPv4 address and port of each server of the config, all on this machine.
 
-    Both ports of all servers are bound at the same time, then released. So a port that is taken and
-    a port with two uses are one fault.
+    Binds both ports of all servers at the same time, then releases them: this finds used ports and
+    ports that the config names twice.
 
     Raises:
-        ContractErrors: each that cannot, and why.
+        ContractErrors: all addresses that cannot be bound, with reasons.
     """
-    found, listens = CheckErrors(), list[tuple[str, str, int]]()
+    errors, addresses = CheckErrors(), list[tuple[str, str, int]]()
     with ExitStack() as held:
         for index, server in enumerate(servers):
             where, parts = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
             name, port = str(parts.hostname), parts.port or 80
             if parts.scheme != "http" or parts.path:
-                say = f"{server.base_url} is no plain http, or has a path"
-                found.errors.append(ContractError(f"{where}.base_url", say, _ELSEWHERE))
+                found = f"{server.base_url} is no plain http, or has a path"
+                errors.errors.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
                 continue
             bind = partial(_bind, held, f"{where}.base_url", name, port)
-            if (host := found.of(bind)) is not None:
-                listens.append((server.base_url, host, port))
-                found.of(partial(_bind, held, f"{where}.group_port", host, server.group_port))
-    found.raise_all()
-    return listens
+            if (host := errors.of(bind)) is not None:
+                addresses.append((server.base_url, host, port))
+                errors.of(partial(_bind, held, f"{where}.group_port", host, server.group_port))
+    errors.raise_all()
+    return addresses
 
 
 _ELSEWHERE = (
@@ -170,13 +170,13 @@ _ELSEWHERE = (
 
 
 def _bind(held: ExitStack, where: str, host: str, port: int) -> str:
-    """Listen at a port, as a server would, until `held` is closed; the address of the host."""
+    """Bind a port until `held` is closed; return the IPv4 address of the host."""
     try:
         listening = held.enter_context(socket.create_server((host, port)))
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)
         why = error.strerror if is_name else os.strerror(error.errno or 0)
-        found = f"{host}:{port} cannot be listened at ({why})"
+        found = f"{host}:{port} cannot be bound ({why})"
         raise ContractError(where, found, _ELSEWHERE) from None
     address: str = listening.getsockname()[0]
     return address
@@ -184,9 +184,9 @@ def _bind(held: ExitStack, where: str, host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """A server to be started.
+    """A server to start.
 
-    host: an IPv4 address of this machine. options: of `rollout-server serve`, beside its address.
+    host: an IPv4 address of this machine. options: of `rollout-server serve`, without the address.
     grace_s: its `grace_seconds`.
     """
 
@@ -199,13 +199,13 @@ class ServerPlan:
     grace_s: float
 
     def __str__(self) -> str:
-        device = f"GPU {_shown(self.gpus)}" if self.gpus else "the CPU"
+        device = f"GPU {_id_list(self.gpus)}" if self.gpus else "the CPU"
         return f"{self.base_url} on {device}"
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that is started. files: what the servers read, by path."""
+    """All processes to start. files: texts of the server config files, by path."""
 
     inputs: RunInputs
     servers: list[ServerPlan]
@@ -228,36 +228,36 @@ def plan_launch(
     own: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Check everything that can be checked before anything is started, and plan the processes.
+    """Check everything that needs no started process, and plan the processes.
 
-    file: the config's. own: settings that a person gave for all servers, as they are written.
+    file: the training YAML. own: the content of `--server-config`, for all servers.
     environment: this process's.
 
     Raises:
-        ContractErrors: all mistakes at once.
+        ContractErrors: all faults at once.
     """
-    found, addresses = CheckErrors(), _require_servers(config)
-    alone = {name: v for name, v in environment.items() if name not in _ONE_OF_SEVERAL}
-    program = found.of(_learner_program)
-    found.of(lambda: _require_allowed(own))
+    errors, servers_of_config = CheckErrors(), _require_servers(config)
+    alone = {name: v for name, v in environment.items() if name not in _TORCHRUN_VARIABLES}
+    program = errors.of(_learner_program)
+    errors.of(lambda: _require_allowed(own))
     size = int(_number(own, "tensor_parallel_size", 1))
     visible = visible_gpus(environment) if options.device == "gpu" else []
-    split = found.of(lambda: split_devices(options, len(addresses), size, visible))
-    listens = found.of(lambda: addresses_here(addresses))
-    started = alone | {"WORLD_SIZE": str(options.processes)}
-    inputs = found.of(lambda: check_inputs(config, started))
-    if split is not None:  # together the servers decode a request of every process (DIST-04)
+    split = errors.of(lambda: split_devices(options, len(servers_of_config), size, visible))
+    addresses = errors.of(lambda: addresses_here(servers_of_config))
+    launched = alone | {"WORLD_SIZE": str(options.processes)}
+    inputs = errors.of(lambda: check_inputs(config, launched))
+    if split is not None:  # each process has a request in every decoded batch (DIST-04)
         on_cpu = int(_number(own, "replicas", 1)) * size
         sizes = [len(gpus) or on_cpu for gpus in split.servers]
         decoded = config.rollout_matching.decode_batch_size
-        found.of(lambda: rank_chunk_size(decoded, sizes, options.processes))
-    found.raise_all()
-    assert program and split and listens and inputs  # noqa: PT018  # else there are errors
+        errors.of(lambda: rank_chunk_size(decoded, sizes, options.processes))
+    errors.raise_all()
+    assert program and split and addresses and inputs  # noqa: PT018  # else there are errors
 
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
     context, run = context_of_run(config, samples), logs / "run.yaml"
     files, servers = {run: dump_resolved(config)}, []
-    for index, (listen, gpus) in enumerate(zip(listens, split.servers, strict=True)):
+    for index, (address, gpus) in enumerate(zip(addresses, split.servers, strict=True)):
         settings = logs / f"server-{index}.yaml"
         files[settings] = dump_mapping(
             {
@@ -271,26 +271,26 @@ def plan_launch(
                 ),
             }
         )
-        given = ["--config", str(settings), "--run-config", str(run)]
+        arguments = ["--config", str(settings), "--run-config", str(run)]
         grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
         log = logs / f"server-{index}.log"
-        servers.append(ServerPlan(*listen, gpus, given, log, grace_s))
-    named = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers get their ids
-    # As torchrun or accelerate would set it, with a long warning.
+        servers.append(ServerPlan(*address, gpus, arguments, log, grace_s))
+    all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
+    # torchrun's default for several processes, without its warning.
     threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         inputs,
         servers,
-        PASSIVE_WAIT | (named if split.learner else alone),
+        PASSIVE_WAIT | (all_gpus if split.learner else alone),
         [program, "train", "--config", str(file.absolute())],
         split.processes,
-        PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _shown(split.learner)},
+        PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _id_list(split.learner)},
         files,
     )
 
 
 def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
-    """The servers of a run that sends requests to some."""
+    """Return the servers of the config; raise ContractError for a run that uses none."""
     if not generates(config):
         raise ContractError(
             "stage2_ab.schedule.b_ratio",
@@ -310,7 +310,7 @@ def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
 
 
 def _learner_program() -> str:
-    """`learner`, of this environment before any other; vLLM is installed beside it."""
+    """Return the path of `learner`, this environment's first; require vLLM."""
     if find_spec("vllm") is None:
         raise ContractError("vllm", "not installed here", "Install the extra cpu or gpu")
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -320,7 +320,7 @@ def _learner_program() -> str:
 
 
 def _require_allowed(own: Mapping[str, Any]) -> None:
-    """Nothing that each server gets from elsewhere, or that its learner would have to know."""
+    """Raise ContractError for server settings that the launch sets itself."""
     if given := [key for key in (*_DERIVED, "token_file") if key in own]:
         raise ContractError(
             SERVER_CONFIG,
@@ -333,7 +333,7 @@ def _require_allowed(own: Mapping[str, Any]) -> None:
 
 
 def _number(own: Mapping[str, Any], key: str, default: float) -> float:
-    """Of settings that the server will check: `default` where no positive number is given."""
+    """Return a positive number of `own`, else `default`; the server checks the value itself."""
     value = own.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         return default
@@ -341,11 +341,11 @@ def _number(own: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def shell_assignments(config: Config) -> str:
-    """Text that assigns variables in any POSIX shell that evaluates it (CFG-09).
+    """Return variable assignments for a POSIX shell (CFG-09).
 
-    ROLLOUT_CONTRACT_JSON      one line of JSON and a newline: which backend generates, and its
-                               servers, also of a run that sends them nothing
-    ROLLOUT_SERVER_TIMEOUT_S   seconds a rollout server may take to answer; empty without one
+    ROLLOUT_CONTRACT_JSON      one line of JSON and a newline: the rollout backend and its servers,
+                               also for a run that sends no requests
+    ROLLOUT_SERVER_TIMEOUT_S   timeout of rollout servers in seconds; empty without servers
     """
     rollout = config.rollout_matching
     server = rollout.vllm.server if rollout.backend == "server" else None

@@ -1,4 +1,4 @@
-"""The model card of an exported checkpoint: what its run was, read from the files of the run."""
+"""The model card of an exported checkpoint, written from the files of its run."""
 
 import platform
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 from shared_contracts.errors import ContractError
 
 _CARD = "README.md"
-# Of the config, what is about a person's machines, and what may be of anything.
+# Config keys with addresses of machines, or with free content.
 _PRIVATE = (("rollout_matching", "vllm", "server"), ("custom", "extra"))
 
 
 def write_model_card(checkpoint: Path, folder: Path) -> None:
-    """Write `README.md` into the folder of the model that was exported from a checkpoint."""
+    """Write `README.md` into the folder of an exported model."""
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-text-to-text",
@@ -70,7 +70,7 @@ def _use(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _data(config: Mapping[str, Any], manifest: Manifest | None) -> Iterator[str]:
-    """Each file with its counts, if it is still the file that the run read."""
+    """Yield a table of data files, with counts if a file is still the file that the run read."""
     yield "## Data\n"
     yield "| file | used for | samples | objects | SHA-256 |"
     yield "| --- | --- | --- | --- | --- |"
@@ -89,16 +89,16 @@ def _data(config: Mapping[str, Any], manifest: Manifest | None) -> Iterator[str]
 
 
 def _counts(file: Path) -> tuple[str, str]:
-    """Samples and objects."""
+    """Return the numbers of samples and objects, as text."""
     try:
         samples = read_samples(file, allow_poly=True)
-    except ContractError:  # a run that skips bad samples may have trained on the others
+    except ContractError:  # as in a run with `on_bad_sample: skip`
         return "not known", "not known"
     return f"{len(samples):,}", f"{sum(len(sample.objects) for sample in samples):,}"
 
 
 def _scores(run: RunFolder, manifest: Manifest | None) -> Iterator[str]:
-    """Of the last evaluation of the run up to the checkpoint."""
+    """Yield the scores of the run's last evaluation up to the checkpoint."""
     yield "## Scores\n"
     lines = [line for line in run.metrics() if "eval/f1" in line]
     if manifest is not None:
@@ -134,7 +134,7 @@ def _versions(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what is private, and with the names of files in place of their paths."""
+    """Return the config without private keys, and with file names instead of paths."""
 
     def public(value: Any, at: tuple[str, ...]) -> Any:
         if isinstance(value, dict):
@@ -145,5 +145,5 @@ def _public(config: Mapping[str, Any]) -> dict[str, Any]:
         is_path = isinstance(value, str) and value.startswith("/") and "\n" not in value
         return Path(value).name if is_path else value
 
-    found: dict[str, Any] = public(config, ())
-    return found
+    result: dict[str, Any] = public(config, ())
+    return result

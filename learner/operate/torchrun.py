@@ -3,10 +3,9 @@
     python -m learner.operate.torchrun PARENT_PID|- OPTION ... -- COMMAND ...
     python -m learner.operate.torchrun exec PARENT_PID COMMAND ...   without torchrun
 
-torchrun itself ends with 1 and a traceback whatever its processes end with, and they outlive it
-when it is killed. Here they end with it, and its exit code is that of the first process that
-failed. It ends with the process PARENT_PID, which started it; with - it stays when that ends, as
-a script does whose shell is left.
+torchrun itself exits with 1 and a traceback if any process fails, and its processes survive if it
+is killed. Here the processes end with torchrun, and the exit code is that of the first process
+that failed. torchrun ends with its parent process PARENT_PID; with `-` it is independent.
 """
 
 import logging
@@ -17,14 +16,14 @@ import sys
 from shared_contracts.cli import RUN_FAILED
 from shared_contracts.machine import signal_at_death_of
 
-# How long the processes may take to end after SIGTERM.
+# Grace time of the processes after SIGTERM.
 SHUTDOWN_S = 15
 
 
 def die_with_parent(parent: int, command: list[str]) -> list[str]:
-    """The command line that runs `command` until the process `parent`, which starts it, ends.
+    """Return a command line for `command` whose process the kernel kills when `parent` ends.
 
-    The kernel kills it when that process dies, however that happens (Linux).
+    parent: the pid of the process that starts it. Linux only.
     """
     return [sys.executable, "-m", "learner.operate.torchrun", "exec", str(parent), *command]
 
@@ -34,7 +33,7 @@ def main() -> None:
     if parent == "exec":
         parent, *command = rest
         signal_at_death_of(int(parent), signal.SIGKILL)
-        os.execvp(command[0], command)  # the kernel's promise outlives it
+        os.execvp(command[0], command)  # exec keeps the parent-death signal
     if parent != "-":
         signal_at_death_of(int(parent), signal.SIGTERM)
     end = rest.index("--")
@@ -42,12 +41,12 @@ def main() -> None:
 
 
 def run(options: list[str], command: list[str]) -> int:
-    """Run `command` in processes by torchrun's `options`; returns an exit code."""
+    """Run `command` in processes by torchrun's `options`; return an exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # Every process tells its own error, and how one was ended is told below.
+    # Each process prints its own error; a signal is printed below.
     logging.disable(logging.ERROR)
     own = [f"--shutdown-timeout={SHUTDOWN_S}", "--no-python"]
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
-from learner.data.images import Watch, image_problem, look_at_header, seen_of
+from learner.data.images import Watch, image_problem, inspect_header, try_inspect
 from learner.data.jsonl import capped, read_samples, scan
 from learner.data.lengths import image_rule
 from learner.data.order import image_faults
@@ -331,7 +331,7 @@ def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
         sample, found = next(scan(file, allow_poly=allow_poly))
-        looks = {p: seen_of(p, look_at_header) for p in (sample.images if sample else ())}
+        looks = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
         images = (image_problem(f"{file}:1", None, path, look) for path, look in looks.items())
         problems: list[ContractError] = [*found, *filter(None, images)]
     except ContractError as error:

@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from learner.analysis.report.run_page import reported
 from learner.config.schema import Config
 from learner.data.lengths import image_rule
-from learner.data.order import BadSampleLog, BatchOrder, StandIns, image_fault
+from learner.data.order import BadSampleLog, BatchOrder, ReplacedSamples, image_fault
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.distributed.process_group import open_peers
 from learner.distributed.waiting import waiting_for
@@ -167,7 +167,7 @@ def train_as(
         calls, count = CallLog(folder, peers.rank), None
         if config.data.on_bad_sample == "skip":
             train = _stand_ins(config, inputs, peers)
-            inputs, count = replace(inputs, train=train), train.take_count
+            inputs, count = replace(inputs, train=train), train.take_replaced
         parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
         runner = build_runner(parts)
         if runner.source is not None:
@@ -198,14 +198,14 @@ def _open_policy(
     return Policy(backend, asking_of(config))
 
 
-def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> StandIns:
+def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> ReplacedSamples:
     """Return the training samples with replacements for bad ones; log them in the run folder."""
     log = BadSampleLog(config.training.output_dir, peers.rank)
     if peers.rank == 0:
         for fault in inputs.bad.values():
             log.add(fault)
     look = partial(image_fault, rule=image_rule(config.model.model))
-    return StandIns(inputs.train, inputs.bad, config.training.seed, look, log.add)
+    return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, look, log.add)
 
 
 def _agreed(start: Start, peers: Peers) -> Start:

@@ -1,1 +1,1 @@
-"""The engine behind `engine_protocol`, and what stands before it."""
+"""The protocol of engines, its vLLM implementation, and the merge of adapters before a start."""

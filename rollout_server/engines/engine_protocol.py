@@ -1,7 +1,4 @@
-"""What the server needs of an engine: its types, its errors, and the protocol of one replica.
-
-No vLLM here.
-"""
+"""The protocol of an engine, with its types and errors. Imports no vLLM."""
 
 import shutil
 import weakref
@@ -24,15 +21,15 @@ class PromptRefused(Exception):
 
 
 class EngineDead(Exception):
-    """The engine process is gone."""
+    """The engine process has ended."""
 
 
 class GuardInactive(Exception):
-    """The repeat guard is asked for and does not work inside the engine."""
+    """The repeat guard is enabled and does not work inside the engine."""
 
 
 class Aborted(Exception):
-    """The engine ended a sequence that was neither done nor cut."""
+    """The engine ended a sequence that was neither complete nor at its length limit."""
 
 
 class WeightPhaseFailed(Exception):
@@ -41,11 +38,10 @@ class WeightPhaseFailed(Exception):
 
 @dataclass
 class Load:
-    """What an engine has been given and not yet answered.
+    """Outstanding work of an engine.
 
-    tokens: still to prefill, or that may still be decoded.
-    turn: the highest one that it has answered.
-    rendering: pixels that its renderer has left to do, and one more for each request.
+    tokens: to prefill, or at most to decode. turn: the highest answered one.
+    rendering: pixels in its renderer, plus one for each request.
     """
 
     tokens: int = 0
@@ -56,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """parts: text, or None where the next image stands."""
+    """parts: text, or None for the next image."""
 
     role: Role
     parts: list[str | None]
@@ -66,7 +62,7 @@ class ChatMessage:
 class Prompt:
     """A rendered conversation.
 
-    engine_input: the engine's own form of it, for any engine of the same model.
+    engine_input: valid for all engines of the same model.
     token_ids: with image placeholders expanded.
     """
 
@@ -78,10 +74,10 @@ class Prompt:
 class Completion:
     """One sampled continuation.
 
-    token_ids: without the end-of-sequence or stop token that ended it.
-    repeat_terminated: the repeat guard ended it, by its own signal.
-    weights_version: under which the first and the last token were sampled.
-    logprobs: of each of `token_ids` by the model's logits alone, in nats; if requested.
+    token_ids: without the final end-of-sequence or stop token.
+    repeat_terminated: the repeat guard ended it.
+    weights_version: of the first and of the last sampled token.
+    logprobs: of each of `token_ids`, by the model's raw logits, in nats; if requested.
     """
 
     index: int
@@ -94,10 +90,10 @@ class Completion:
 
 
 class Adapter:
-    """A pushed LoRA adapter: the weights version with it, and the folder of peft's two files.
+    """A pushed LoRA adapter: its weights version, and the folder of peft's two files.
 
-    An engine may read the folder again for a running sequence, so it is removed with the last
-    reference to the adapter.
+    The folder is removed with the last reference to the adapter, because an engine may read it
+    again for a running sequence.
     """
 
     def __init__(self, version: int, folder: Path) -> None:
@@ -106,7 +102,7 @@ class Adapter:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
 
-# The version of the weights a server starts with; the learner's pushes count from 1.
+# The version of the checkpoint's weights; pushes count from 1.
 FIRST_VERSION = 0
 
 # (prompt, sampling parameters, tokens of both, sequences) -> the outputs of the chosen engine.
@@ -114,15 +110,14 @@ ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 
 
 class Engine(Protocol):
-    """One replica, whatever engine it is of.
+    """One replica.
 
-    dtype: of the model's weights. alive: its process is there. asleep: some memory is given up.
-    heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
-    guard_active: the repeat guard is asked for and proven.
-    holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
+    dtype: of the model's weights. alive: its process runs. asleep: some memory is released.
+    heartbeat_age_s: seconds since the last answer; 0 during a weight phase.
+    guard_active: the repeat guard is enabled and verified.
+    holds_checkpoint: no full weights were pushed.
 
-    Every call of the workers in a weight phase raises WeightPhaseFailed with the worker's reason,
-    or EngineDead.
+    Calls of a weight phase raise WeightPhaseFailed with the worker's reason, or EngineDead.
     """
 
     index: int
@@ -141,14 +136,14 @@ class Engine(Protocol):
     @property
     def guard_active(self) -> bool: ...
 
-    # --- its life
+    # --- start and end
 
     async def prepare(self) -> None:
-        """Make ready for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
+        """Prepare for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
 
     async def heartbeat(self) -> None: ...
     def declare_dead(self) -> None:
-        """Make every call that waits for this engine raise EngineDead."""
+        """Make all waiting calls of this engine raise EngineDead."""
 
     def shutdown(self) -> None:
         """End the engine's processes; blocking."""
@@ -156,13 +151,13 @@ class Engine(Protocol):
     # --- answers
 
     async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
-        """images: one for each None of the messages. Raises PromptRefused and EngineDead.
+        """Return the prompt, which is the same for all engines of a model.
 
-        The prompts of other engines of the same model are the same.
+        images: one for each None of the messages. Raises PromptRefused and EngineDead.
         """
 
     def check_sampling(self, config: RequestConfig) -> None:
-        """Raises PromptRefused for parameters that the engine does not take."""
+        """Raise PromptRefused for parameters that the engine does not support."""
 
     async def generate(
         self,
@@ -175,72 +170,71 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
 
-        turn: of requests that wait, the lowest goes first. Raises PromptRefused, EngineDead and
-        Aborted.
+        turn: the lowest of waiting requests is next. Raises PromptRefused, EngineDead and Aborted.
         """
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
-        """Make an app with `/v1/models` and `/v1/chat/completions`.
+        """Return an app with `/v1/models` and `/v1/chat/completions`.
 
-        It renders with this engine, and generates with `generate_chat` alone.
+        It renders with this engine, and generates with `generate_chat`.
         """
 
     async def stream(
         self, prompt: Any, sampling: Any, turn: int, send: Callable[[Any], None]
     ) -> None:
-        """Continue `prompt` and pass each of the engine's own outputs to `send`.
+        """Continue `prompt` and pass each output of the engine to `send`.
 
-        prompt, sampling: as the app gave them to `generate_chat`. turn: as in `generate`.
+        prompt, sampling: the arguments of `generate_chat`. turn: as in `generate`.
         Cancelling the call aborts its sequences. Raises EngineDead and Aborted.
         """
 
     # --- memory of the device
 
     async def pause(self) -> None:
-        """Let running sequences end, and hold new ones."""
+        """Let running sequences end, and hold new ones back."""
 
     async def resume(self) -> None:
-        """Take back the memory that was given up, and continue with what waits."""
+        """Restore released memory, and continue with waiting sequences."""
 
     async def sleep(self) -> None:
-        """Pause, and give up the memory of the device until `resume`; the weights are kept.
+        """Pause, and release the memory of the device until `resume`; the weights are kept.
 
-        A second call changes nothing. Raises EngineDead where it is not known what is left.
+        A second call has no effect. Raises EngineDead if the state of the memory is unknown.
         """
 
     async def wake_weights(self) -> None:
-        """Take back the memory of the weights alone, for a push. Raises EngineDead."""
+        """Restore the memory of the weights, for a push. Raises EngineDead."""
 
     # --- phases of a push
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
-        """Have the workers join the weight group.
+        """Let the workers join the weight group.
 
-        first_worker: number of the engine's first worker among those of all engines.
+        first_worker: index of the engine's first worker among the workers of all engines.
         """
 
     async def leave_group(self) -> None: ...
     async def start_update(self) -> None:
-        """Make the workers ready to load weights of the checkpoint's layout."""
+        """Prepare the workers to load weights in the checkpoint's layout."""
 
     async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
-        """Receive and load what the learner sends; the digests of all buckets are compared."""
+        """Receive and load the learner's weights; compare the digests of all buckets."""
 
     async def finish_update(self, version: int) -> None:
-        """Complete the load, drop all caches of the old weights, stamp later answers."""
+        """Complete the load, drop all caches of the old weights, and set the new version."""
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Load an adapter, for `use_adapter`; wakes from `sleep`."""
 
     async def use_adapter(self, adapter: Adapter) -> None:
-        """Answer with an adapter that was loaded; sequences that run keep theirs."""
+        """Answer with a loaded adapter; running sequences keep theirs."""
 
 
 class Engines(Protocol):
     """The engines of all replicas (see `replicas.Replicas`)."""
 
     def all(self) -> Sequence[Engine]:
-        """By index; raises the `not-ready` problem when one is missing."""
+        """Return all engines by index; raises the `not-ready` problem if one is missing."""
 
     def alive(self) -> Sequence[Engine]:
-        """Those that are there."""
+        """Return the live engines."""

@@ -1,9 +1,9 @@
-"""A LoRA or DoRA adapter as the model to serve: merged into its base before engines start.
+"""Merge of a LoRA or DoRA adapter into its base checkpoint, before engines start.
 
     python -m rollout_server.engines.merge ADAPTER OUT
 
-Engines read their checkpoint again when they are rebuilt, so the merged one stays in the server's
-scratch folder. Merging runs in a process of its own, whose memory ends with it.
+The merged checkpoint stays in the server's scratch folder, because rebuilt engines load it again.
+The merge runs in a separate process, so that its memory is freed.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from shared_contracts.errors import RunError
 
 
 def with_merged_model(settings: ServerSettings) -> ServerSettings:
-    """Settings of which `checkpoint` is no adapter; raises RunError where one cannot be merged."""
+    """Return the settings with a merged `checkpoint`; raises RunError if the merge fails."""
     if len(checkpoint_chain(settings.model, "model")) == 1:
         return settings
     out = Path(tempfile.mkdtemp(prefix="merged-"))
@@ -30,8 +30,8 @@ def with_merged_model(settings: ServerSettings) -> ServerSettings:
 
 
 def merge(folder: Path, out: Path) -> None:
-    """Write the checkpoint that an adapter and what it is over make together."""
-    from peft import PeftModel  # seconds
+    """Write an adapter, merged into its base, as a checkpoint."""
+    from peft import PeftModel  # slow
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     *adapters, base = checkpoint_chain(folder, "model")

@@ -17,7 +17,7 @@ COUNTS = ("requests", "images", "prompt_tokens", "generated_tokens", "guard_trig
 
 
 class AccessLog:
-    """Middleware around all guards, so refused calls of these `routes` are logged too.
+    """Middleware around all guards, so that it logs refused calls of `routes`, too.
 
     `request.state.call_record` is the `CallRecord` of a call.
     """
@@ -41,13 +41,13 @@ class AccessLog:
         problem = bytearray()
         is_problem = is_complete = is_gone = False
 
-        async def receive_noting() -> Message:
+        async def observed_receive() -> Message:
             nonlocal is_gone
             message = await receive()
             is_gone |= message["type"] == "http.disconnect" and not is_complete
             return message
 
-        async def send_noting(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             nonlocal is_problem, is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -60,7 +60,7 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, receive_noting, send_noting)
+            await self._app(scope, observed_receive, observed_send)
         except Exception:
             record.status, record.problem = 500, "internal"  # Starlette's outermost answer
             raise
@@ -74,7 +74,7 @@ class AccessLog:
 
 
 def log_call(record: CallRecord) -> None:
-    """Write one line. In JSON the fields are keys of the line."""
+    """Write one line; in JSON, with the fields as keys."""
     fields: dict[str, object] = {
         "route": record.route,
         "status": record.status,

@@ -72,7 +72,7 @@ ADAPTER_BODY = {
     "required": True,
     "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}},
 }
-# Requests whose answers are serialized before other calls have their turn.
+# Number of answers that are serialized before other tasks run.
 PIECE_REQUESTS = 64
 T = TypeVar("T")
 # Bodies of the routes.
@@ -82,14 +82,14 @@ Start = Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
 Phase = Annotated[GroupCall, Depends(JsonBody(GroupCall))]
 Memory = Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]
 
-# Between two answers. JSON has no line break in a string.
+# Separator of answers; JSON strings contain no line break.
 SEPARATOR = b",\n"
 
 
 def create_app(
     pool: Pool, lifespan: Lifespan[FastAPI] | None = None, body_s: float = BODY_S
 ) -> FastAPI:
-    """Create the app with its routes over `pool` and the guards of its settings.
+    """Return the app of `pool`, with routes and guards.
 
     body_s: deadline of a body.
     """
@@ -129,7 +129,7 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
     settings = pool.settings
     max_bytes = int(settings.max_body_mib * 2**20)
     app.add_middleware(BodyLimit, max_bytes=max_bytes, body_s=body_s)
-    if is_loopback(settings.host):  # elsewhere a token is required, which no page has
+    if is_loopback(settings.host):  # other hosts require a token
         names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
         app.add_middleware(HostCheck, hosts=sorted(names))
     routes = [route for route in app.routes if isinstance(route, Route)]
@@ -143,29 +143,29 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/health/", responses=problem_responses(*PROBE_PROBLEMS))
     async def health() -> Health:
-        """200 while every replica can answer; a call during a weight update waits."""
+        """Answer 200 if every replica can answer; a call during a push waits."""
         return pool.health()
 
     @app.get("/live/")
     async def live() -> Live:
-        """200 while the event loop runs, with the age of each engine's heartbeat."""
+        """Answer 200 while the event loop runs, with the age of each engine's heartbeat."""
         return pool.live()
 
 
 def _add_reads(calls: APIRouter, pool: Pool) -> None:
     @calls.get("/get_world_size/")
     async def get_world_size() -> WorldSize:
-        """Number of engine workers of all replicas."""
+        """Return the number of engine workers of all replicas."""
         return pool.world_size()
 
     @calls.get("/info/")
     async def info() -> Info:
-        """Model, weights, replicas and versions of this server, also while its engines start."""
+        """Return model, weights, replicas and versions, also while engines start."""
         return pool.info()
 
     @calls.get("/metrics/", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
-        """Counters, seconds and gauges in Prometheus' text format."""
+        """Return counters, seconds and gauges in Prometheus' text format."""
         return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -184,7 +184,7 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         envelope: Annotated[bool, Query()] = True,
         rollout_envelope: Annotated[bool, Header()] = True,
     ) -> Response:
-        """One rollout per request, in order.
+        """Return one rollout per request, in order.
 
         `?envelope=0`, or the header `Rollout-Envelope: 0`, gives the responses without `coordexp`.
         """
@@ -217,7 +217,7 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _json_lines(answers: Iterable[str]) -> bytes:
-    """Return a JSON list with one answer per line. Other calls have their turn between pieces."""
+    """Return a JSON list with one answer per line; other tasks run between pieces."""
     lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
     return b"[" + SEPARATOR.join(lines) + b"]"
 
@@ -246,7 +246,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/update_weights/", responses=problems)
     async def update_weights(request: Request, body: Phase) -> WeightStatus:
-        """Receive and load the parameters of the manifest, which travel over the weight group."""
+        """Receive the parameters of the manifest over the weight group, and load them."""
         return await attended(request, pool.weights.update(body))
 
     @calls.post("/finish_weight_update/", responses=problems)
@@ -260,12 +260,12 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     async def load_adapter(
         request: Request, version: Annotated[Count, Query()], attempt: Annotated[str, Query()]
     ) -> SyncReport:
-        """Answer with a LoRA adapter over the checkpoint's weights from now on.
+        """Answer later calls with a LoRA adapter over the checkpoint's weights.
 
-        The body is peft's safetensors; their metadata have peft's settings as JSON (`AdapterMeta`)
-        under the key `adapter`.
+        The body is peft's safetensors file; its metadata has peft's settings as JSON
+        (`AdapterMeta`) under the key `adapter`.
         """
-        if request.headers.get("content-type") != BYTES:  # a browser sends others for any page
+        if request.headers.get("content-type") != BYTES:  # web pages cannot send it cross-site
             raise refusal("bad-request", f"give the header `content-type: {BYTES}`", "body")
         content = await request.body()
         report = await attended(request, pool.weights.load_adapter(version, attempt, content))
@@ -274,26 +274,26 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/close_communicator/", responses=problems)
     async def close_communicator(request: Request, body: Phase) -> WeightStatus:
-        """Leave the weight group; a push that runs is given up. The server has no owner then."""
+        """Leave the weight group, end a running push, and clear the owner of the server."""
         return await attended(request, pool.weights.close(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(body: Memory) -> WeightStatus:
-        """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
+        """Let running calls end, and release the memory of the GPUs until a push or `/wake_up/`.
 
-        The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
-        the CPU, the memory is kept.
+        The weights are kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
+        released.
         """
         return await pool.weights.sleep()
 
     @calls.post("/wake_up/", responses=sleep_problems)
     async def wake_up(body: Memory) -> WeightStatus:
-        """Take the memory back and answer calls again, with the same weights."""
+        """Restore the memory, and answer calls again with the same weights."""
         return await pool.weights.wake_up()
 
 
 def _add_pages(calls: APIRouter, app: FastAPI) -> None:
-    """Add the OpenAPI document, and a page to read and try it without files from elsewhere."""
+    """Add the OpenAPI document, and an interactive page that needs no other host."""
     assets = Path(str(resources.files("fastapi_offline"))) / "static"
 
     @calls.get("/openapi.json/", include_in_schema=False)

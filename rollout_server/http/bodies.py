@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from rollout_server.runtime.refusals import refusal
 
-# Of one answer.
+# Largest number of faults in one answer.
 MAX_FAULTS = 20
 
 JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
@@ -23,8 +23,8 @@ Model = TypeVar("Model", bound=BaseModel)
 class JsonBody(Generic[Model]):
     """FastAPI dependency that returns the body as a `model`.
 
-    It runs after the router's dependencies. A body parameter of FastAPI would read the body of a
-    call that has no token.
+    It runs after the router's dependencies, such as the token check. FastAPI's own body parameter
+    reads the body before them.
     """
 
     def __init__(self, model: type[Model]) -> None:
@@ -46,7 +46,7 @@ class JsonBody(Generic[Model]):
 
 
 def declare_bodies(app: FastAPI) -> None:
-    """Add the body of each `JsonBody` route to the OpenAPI document of `app`."""
+    """Add the bodies of `JsonBody` routes to the OpenAPI document of `app`."""
     models = {
         route.path: dependency.call.model
         for route in app.routes

@@ -16,9 +16,9 @@ HEADER_S = 10.0
 class DeadlineProtocol(H11Protocol):
     """One connection, for `uvicorn.Config(http=...)`.
 
-    `header_s` limits the time until the first byte, the time for a header, and the time for the
-    rest of a body that the app does not read. `guards.BodyLimit` limits a body that it reads.
-    uvicorn's keep-alive limits the time between two requests.
+    `header_s` limits the time until the first byte, the time of a header, and the time of a body
+    that the app does not read. `guards.BodyLimit` limits the time of other bodies, and uvicorn's
+    keep-alive the time between two requests.
     """
 
     header_s = HEADER_S
@@ -41,7 +41,7 @@ class DeadlineProtocol(H11Protocol):
         self._update_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that h11 refuses; uvicorn's answer is plain text."""
+        """Answer a request that h11 refuses with a problem instead of uvicorn's plain text."""
         if len(self.conn.trailing_data[0]) > HEADER_BYTES:
             detail = f"it has more than {HEADER_BYTES} bytes"
             self._refuse(Problem.of("header-too-large", detail, "header"))
@@ -70,7 +70,7 @@ class DeadlineProtocol(H11Protocol):
         self.transport.close()
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer, unless an answer has begun, and close."""
+        """Answer, unless an answer has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = problem.model_dump_json(exclude_none=True).encode()
             headers = [
@@ -86,5 +86,5 @@ class DeadlineProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
-            self.cycle.disconnected = True  # the app's own answer has no connection
+            self.cycle.disconnected = True  # drops the app's own answer
         self.transport.close()

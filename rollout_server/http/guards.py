@@ -4,11 +4,11 @@
     HostCheck          421 for a `Host` that is not a name of this server
     BodyLimit          413 for a large body, 408 for a slow one
     TokenCheck         401 without the token
-    ConcurrencyLimit   429 for one call too many of those that generate
+    ConcurrencyLimit   429 for too many generating calls
     check_sequences    422 for a call of too many sequences
 
-A page of another site can make a browser call a server on 127.0.0.1, which needs no token. Such
-calls name the other site as `Host`, or are not JSON (`bodies.JsonBody`), or are OPTIONS (405).
+A web page of another site can make a browser call a server on 127.0.0.1, which needs no token. Such
+calls have the other site as `Host`, or are not JSON (`bodies.JsonBody`), or are OPTIONS (405).
 """
 
 import asyncio
@@ -32,10 +32,10 @@ CLOSE = {"Connection": "close"}
 
 
 class CanonicalPaths:
-    """Middleware that gives `/infer` the path of its route, `/infer/`.
+    """Middleware that changes `/infer` to the path of its route, `/infer/`.
 
-    It removes the last slash of a path that is not one of `paths`. Starlette would match a path
-    with a line feed at its end, so a path with control characters is 404 here.
+    It removes the last slash of a path that is not in `paths`. A path with control characters is
+    404, as Starlette would match a path with a line feed at its end.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
@@ -95,7 +95,7 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy can read another length than h11, and pass the rest on as another call.
+            # Request smuggling: a proxy and h11 may read different lengths.
             detail = "a call has Content-Length or Transfer-Encoding, not both"
             problem = Problem.of("bad-request", detail, "header")
             await problem_response(problem, CLOSE)(scope, receive, send)
@@ -106,7 +106,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal received, complete
-            if complete:  # the next message is the end of the connection
+            if complete:  # the next message is a disconnect
                 return await receive()
             self._check(announced)
             try:
@@ -131,7 +131,7 @@ class BodyLimit:
 class TokenCheck(HTTPBearer):
     """FastAPI dependency that answers 401 unless a call has the token.
 
-    OpenAPI shows it as the security scheme `token`.
+    Its security scheme in OpenAPI is `token`.
     """
 
     def __init__(self, token: SecretStr) -> None:
@@ -139,8 +139,8 @@ class TokenCheck(HTTPBearer):
         self._token = token
 
     async def __call__(self, request: Request) -> None:
-        given = request.headers.getlist("authorization")
-        scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
+        headers = request.headers.getlist("authorization")
+        scheme, _, value = (headers[0] if len(headers) == 1 else "").partition(" ")
         secret = value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         if not hmac.compare_digest(secret, self._token.get_secret_value().encode()):
             detail = "send the server's token as `Authorization: Bearer TOKEN`"
@@ -148,9 +148,9 @@ class TokenCheck(HTTPBearer):
 
 
 class ConcurrencyLimit:
-    """The number of calls that generate at the same time.
+    """Limit of the calls that generate at the same time.
 
-    A call counts from the end of its body, so a slow body does not count.
+    A call counts after its body is complete.
     """
 
     def __init__(self, max_calls: int) -> None:

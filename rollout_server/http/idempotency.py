@@ -1,14 +1,13 @@
 """Calls with the same request id share one generation and its answer (DIST-05).
 
-    first call --------> generation --------> answer, kept
+    first call --------> generation --------> cached answer
     same id, running --------^                  |
     same id, later <----------------------------+
 
-A proxy or a network can end the connection of the first call. The generation then continues for
-`grace_s`, so that the repeated call joins it. A call without an id ends with its connection.
+If the connection of a call is lost, its generation continues for `grace_s`, so that a repeated call
+can join it. A call without an id ends with its connection.
 
-The weights version of an answer is the one that generated it, also after a push. Failures are
-not kept.
+A cached answer keeps its weights version, also after a push. Failures are not cached.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ LARGE_BODY = 2**20
 
 @dataclass
 class _Call:
-    """waiting: connections that wait for `answer`. abort: runs when none has waited for long."""
+    """waiting: number of waiting connections. abort: timer that runs while there are none."""
 
     body_digest: bytes
     answer: asyncio.Task[bytes]
@@ -37,10 +36,10 @@ class _Call:
 
 
 class IdempotentCalls:
-    """The running calls with a request id, and the last answers.
+    """The running calls with a request id, and a least-recently-used cache of answers.
 
-    kept_answers, kept_bytes: limits of the answers; the least recently requested one goes first.
-    grace_s: how long a generation continues without a connection.
+    kept_answers, kept_bytes: limits of the cache. grace_s: time that a generation continues without
+    a connection.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class IdempotentCalls:
     ) -> tuple[bytes, bool]:
         """Return the answer to the call `body`, and whether an earlier call generated it.
 
-        Raises what `generate` raises, and the `invalid-request` problem if an earlier call with
+        Raises the errors of `generate`, and the `invalid-request` problem if an earlier call with
         this id had another body.
         """
         if request_id is None:
@@ -96,7 +95,7 @@ class IdempotentCalls:
                 call.abort = loop.call_later(self._grace_s, self._abort, request_id, call)
 
     def _abort(self, request_id: str, call: _Call) -> None:
-        del self._running[request_id]  # the next call with this id generates again
+        del self._running[request_id]  # a later call with this id generates again
         call.answer.cancel()
 
     def _finish(self, request_id: str, call: _Call) -> None:
@@ -118,7 +117,7 @@ class IdempotentCalls:
 
 
 async def _digest(body: bytes) -> bytes:
-    """Hash a body; a large one in a thread, where it does not hold the interpreter."""
+    """Hash a body; a large one in a thread, where hashlib releases the GIL."""
     if len(body) < LARGE_BODY:
         return hashlib.sha256(body).digest()
     return (await asyncio.to_thread(hashlib.sha256, body)).digest()

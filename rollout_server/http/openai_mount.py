@@ -1,8 +1,8 @@
 """`GET /v1/models` and `POST /v1/chat/completions`, for `--openai` (OAI-01).
 
-A call waits while the weights are UPDATING. Then the engine's own app renders the prompt and calls
+A call waits while the weights are UPDATING. Then vLLM's app renders the prompt and calls
 `OpenAIMount._generate`, which chooses the replica that generates. The app is bound to the renderer
-of one replica; it is made again if that replica is lost. Errors of the app have OpenAI's form, and
+of one replica; it is rebuilt if that replica is lost. Errors of the app have OpenAI's form;
 refusals of this server are problem documents.
 """
 
@@ -49,7 +49,7 @@ class OpenAIMount:
     def __init__(self, pool: Pool, limit: ConcurrencyLimit) -> None:
         self._pool = pool
         self._limit = limit
-        self._making = asyncio.Lock()
+        self._app_lock = asyncio.Lock()
         self._renderer: Engine | None = None
         self._app = FastAPI()
 
@@ -66,7 +66,7 @@ class OpenAIMount:
         return await self._pool.until_stopped(self._make_app(record))
 
     async def _make_app(self, record: CallRecord) -> FastAPI:
-        async with self._making:
+        async with self._app_lock:
             with record.phase("wait"):
                 engines = await self._pool.serving()
             if self._renderer not in engines:
@@ -79,7 +79,7 @@ class OpenAIMount:
     async def _generate(
         self, prompt: Any, sampling: Any, tokens: int, sequences: int
     ) -> AsyncGenerator[Any, None]:
-        """Outputs of the least loaded replica (`ChatGenerate`)."""
+        """Yield the outputs of the least loaded replica (`ChatGenerate`)."""
         record = _record.get()
         with record.phase("wait"):
             engine = least_loaded(await self._pool.serving())
@@ -93,7 +93,7 @@ class OpenAIMount:
         try:
             async with aclosing(handed_over(stream)) as outputs:
                 async for output in outputs:
-                    # An engine ends its sequences before its version changes.
+                    # All sequences of an engine end before its version changes.
                     record.weights_version = (engine.weights_version,) * 2
                     yield output
         except (EngineDead, Aborted) as error:
@@ -101,7 +101,7 @@ class OpenAIMount:
 
 
 class _AppResponse(Response):
-    """The answer of `app` to the call of this handler. held: entered while `app` runs."""
+    """A response that passes the call to `app`. held: entered while `app` runs."""
 
     def __init__(
         self, app: ASGIApp, record: CallRecord, held: AbstractContextManager[None]

@@ -15,15 +15,15 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem,
 
 RETRY_AFTER_S = 1
 
-# A key that a caller chose can be part of `where`.
+# `where` can contain a key of the caller.
 MAX_WHERE = 200
 
-# Of the statuses that the framework and the guards raise; each has one kind.
+# Kinds of the statuses that the framework and the guards raise; these statuses have one kind each.
 _KIND_OF_STATUS = {status: kind for kind, (status, _) in PROBLEM_TITLES.items()}
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Turn refusals, invalid calls, errors of the framework and failures into problems."""
+    """Convert refusals, invalid calls, errors of the framework and failures to problems."""
     app.add_exception_handler(ProblemError, answer_refusal)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
@@ -32,7 +32,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the answer that carries `problem`."""
+    """Return the HTTP answer of a problem."""
     retry_after = {"Retry-After": str(RETRY_AFTER_S)} if problem.status == 429 else {}
     return JSONResponse(
         problem.model_dump(exclude_none=True),
@@ -67,7 +67,7 @@ async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
     for item in error.errors():
         fault = _fault(item, error.body)
         known = faults.setdefault(fault["where"], fault)
-        if fault["detail"] not in known["detail"]:  # of another member of a union
+        if fault["detail"] not in known["detail"]:  # from another member of a union
             known["detail"] += f", or: {fault['detail']}"
     kind = "bad-request" if error.errors()[0]["type"] == "json_invalid" else "invalid-request"
     errors = list(faults.values())
@@ -76,7 +76,7 @@ async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
 
 
 def _fault(item: dict[str, Any], body: Any) -> dict[str, Any]:
-    """Return an error of pydantic as `{where, detail}`, in an infer request with `index`.
+    """Return a pydantic error as `{where, detail}`, with `index` for an infer request.
 
     body: the JSON value of the call's body.
     """

@@ -1,1 +1,1 @@
-"""What every room uses: refusals, logs, deadlines, temporary files, child processes."""
+"""Common modules: refusals, logs, deadlines, temporary files, child processes."""

@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Handing a request to an engine takes up to a millisecond.
+# Calls begun before other tasks run; beginning one takes up to a millisecond.
 BEGUN_TOGETHER = 8
-# Seconds between two looks at what runs or starts.
-LOOK_S = 0.25
+# Polling interval of running work.
+POLL_S = 0.25
 
 
 async def cancel_when(
     end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception
 ) -> T:
-    """Return the result of `work`; if `end` is over first, cancel `work` and raise `error`."""
+    """Return the result of `work`; if `end` finishes first, cancel `work` and raise `error`."""
     task = asyncio.ensure_future(work)
     ending = asyncio.ensure_future(end)
     try:
@@ -42,9 +42,9 @@ async def cancel_when(
 async def handed_over(
     work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
 ) -> AsyncGenerator[T, None]:
-    """Yield what `work` passes to its argument, then raise what `work` raises.
+    """Yield the items that `work` passes to its argument; raise the error of `work`.
 
-    Closing the generator cancels the work.
+    Closing the generator cancels `work`.
     """
     items: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
     task = asyncio.ensure_future(work(lambda item: items.put_nowait((item,))))
@@ -66,9 +66,9 @@ async def in_pieces(items: Iterable[T], size: int) -> AsyncIterator[T]:
 
 
 async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Gather; on a failure or a cancellation cancel the others and wait for them.
+    """Return the results of all calls; on a failure or cancellation, cancel the others and wait.
 
-    Other tasks run whenever BEGUN_TOGETHER more calls have begun.
+    Other tasks run after every BEGUN_TOGETHER calls that begin.
     """
     tasks: list[asyncio.Task[T]] = []
     try:
@@ -118,14 +118,14 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 async def finished_within(work: Awaitable[T], limit_s: float, late: Exception) -> T:
-    """Return the result of `work`; raise `late` after `limit_s`, counted in looks of LOOK_S.
+    """Return the result of `work`; raise `late` after `limit_s` seconds.
 
-    Time in which this process itself does not run does not count.
+    Counts polls of POLL_S, so the time of a suspended process does not count.
     """
     task = asyncio.ensure_future(work)
     try:
-        for _ in range(math.ceil(limit_s / LOOK_S)):
-            await asyncio.wait((task,), timeout=LOOK_S)
+        for _ in range(math.ceil(limit_s / POLL_S)):
+            await asyncio.wait((task,), timeout=POLL_S)
             if task.done():
                 return task.result()
         raise late

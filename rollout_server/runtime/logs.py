@@ -1,9 +1,8 @@
-"""How the server logs: readable lines, or one JSON object a line (SRV-08).
+"""Logs of the server: text, or one JSON object in each line (SRV-08).
 
-vLLM sets up logging by itself, in this process and in each engine process; where the lines
-are JSON it does so by `json_logging.json` (see `engines.vllm`), which names `json_handler`.
-So nothing heavy is imported here. What an engine process says before that, while it
-imports, and what C++ code prints stays text.
+vLLM sets up logging itself, in this process and in each engine process. For JSON lines it reads
+`json_logging.json` (see `engines.vllm`), which names `json_handler`; so this module imports nothing
+slow. Lines of an engine process during its imports, and of C++ code, are text.
 """
 
 import json
@@ -12,21 +11,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-# The setup of an engine process, in the words of `logging.config.dictConfig`.
+# Settings for `logging.config.dictConfig` in an engine process.
 JSON_LOGGING_FILE = Path(__file__).with_name("json_logging.json")
 
 TEXT_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 
-# What every record has; anything else in one was given as `extra`. uvicorn's
-# color_message is its message once more.
+# Attributes of every record; all others come from `extra`. uvicorn's color_message repeats its
+# message.
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC), level, logger, pid, message, the fields given as `extra`, exception."""
+    """Formatter of JSON lines: time (UTC), level, logger, pid, message, `extra`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line; what JSON does not know is written as text."""
+        """Return a record as one line; values that are not JSON become text."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -41,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def json_handler() -> logging.Handler:
-    """To stderr; the warnings of this process become lines of it, too."""
+    """Return a handler to stderr; redirects warnings of this process to the log."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.captureWarnings(True)
@@ -49,8 +48,8 @@ def json_handler() -> logging.Handler:
 
 
 def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
-    """Log to stderr from now on."""
-    # They write whole URLs, and those of images may be signed.
+    """Set up logging to stderr."""
+    # They log whole URLs, which may contain signatures.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if log_format == "text":
@@ -60,6 +59,6 @@ def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
 
 
 def take_over_torch() -> None:
-    """Have torch, which is imported by now, print no lines of its own."""
+    """Send torch's log lines to the server's handlers; torch must be imported."""
     logging.getLogger("torch").handlers.clear()
     logging.getLogger("torch").propagate = True

@@ -1,4 +1,4 @@
-"""Child processes and their ends, and the scratch folder (Linux)."""
+"""Child processes, and the scratch folder (Linux)."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from shared_contracts.machine import signal_at_death_of
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that spawned it dies.
+    """Make the kernel kill this process when its parent dies.
 
     Does nothing outside a child of `multiprocessing`.
     """
@@ -24,9 +24,9 @@ def die_with_parent() -> None:
 
 
 def stop_with(parent_pid: int) -> None:
-    """Have the kernel send this process SIGTERM when its parent, `parent_pid`, dies.
+    """Make the kernel send this process SIGTERM when its parent, `parent_pid`, dies.
 
-    Raises ContractError where that is not its parent, or not any more.
+    Raises ContractError if `parent_pid` is not its parent, or has ended.
     """
     if os.getppid() != parent_pid:
         raise ContractError(
@@ -45,17 +45,16 @@ def kill_children(thread: int) -> None:
             child.kill()
 
 
-# Removes a folder when the process that holds the other end of its input ends, however it does.
+# Removes a folder at the end of its stdin, which the kernel closes when the server ends.
 _REMOVE = 'trap "" INT TERM HUP; cat > /dev/null; rm -rf -- "$0"'
 _SHARED_MEMORY = "/dev/shm"
-_kept: list[subprocess.Popen[bytes]] = []
+_removers: list[subprocess.Popen[bytes]] = []
 
 
 def use_scratch_folder() -> Path:
-    """Make a folder that no other user reads, and have all temporary files lie in it.
+    """Make a private folder for all temporary files of this process and its later children.
 
-    Sockets of the engines and merged checkpoints are among them. Processes that are started
-    afterwards take it over.
+    It contains sockets of the engines and merged checkpoints.
     """
     folder = _removed_afterwards(tempfile.mkdtemp(prefix="rollout-server-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -63,14 +62,14 @@ def use_scratch_folder() -> Path:
 
 
 def memory_folder() -> Path:
-    """Make a folder in memory, or with all temporary files on a machine without `/dev/shm`."""
+    """Make a folder in `/dev/shm`, or in the temporary folder of a machine without it."""
     if not os.access(_SHARED_MEMORY, os.W_OK):
         return Path(tempfile.mkdtemp())
     return _removed_afterwards(tempfile.mkdtemp(prefix="rollout-server-", dir=_SHARED_MEMORY))
 
 
 def _removed_afterwards(folder: str) -> Path:
-    """Have the folder removed when this process ends, in whatever way."""
-    remover = ["sh", "-c", _REMOVE, folder]
-    _kept.append(subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True))
+    """Start a process that removes the folder after the end of this process, even by SIGKILL."""
+    command = ["sh", "-c", _REMOVE, folder]
+    _removers.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
     return Path(folder)

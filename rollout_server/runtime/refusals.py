@@ -1,4 +1,4 @@
-"""Exceptions for calls that the server refuses; `http/problems.py` answers them (WIRE-05)."""
+"""Exceptions of refused calls; `http/problems.py` answers them (WIRE-05)."""
 
 from shared_contracts.errors import Problem, ProblemError
 
@@ -21,7 +21,7 @@ def refusal(kind: str, detail: str, where: str) -> ProblemError:
 
 
 def refuse_requests(faults: dict[int, BadRequest]) -> ProblemError:
-    """Return the refusal of a whole call. faults: by the index of the request."""
+    """Return the refusal of a call with bad requests. faults: by request index."""
     errors = [
         {"index": index, "where": f"infer_requests[{index}].{fault.where}", "detail": fault.found}
         for index, fault in sorted(faults.items())

@@ -1,18 +1,18 @@
 """`POST /infer/`: from the requests of a call to their envelopes, in order (WIRE-02).
 
-read every request -> look whether its images are there        a fault in any request
+read every request -> check that its images exist              a fault in any request
     |                                                          refuses the whole call:
-    v                                                          what it generates ends,
-each: load its images -> render -> choose a replica            and the others are rendered
-      -> generate -> envelope                                  to name every fault
+    v                                                          its sequences are aborted,
+each: load its images -> render -> choose a replica            and all requests are rendered
+      -> generate -> envelope                                  to report every fault
 
 Each replica's renderer has a thread, and the requests of a call are rendered by all of them. The
 first sequences start while later requests are rendered.
 
-A message holds its images either as image parts or, when its content is text, as `<image>`
-marks; `images[]` fills in order the marks and the parts that bring no image of their own.
+A message has image parts, or text with `<image>` marks. `images[]` fills the marks and the parts
+without an image, in order.
 
-An engine decodes `max_num_seqs` sequences at once; the others wait in it. The one with the lowest
+An engine decodes `max_num_seqs` sequences at once. Of its waiting requests, that with the lowest
 turn is next (vLLM's `priority` scheduling).
 """
 
@@ -49,9 +49,9 @@ IMAGE_MARK = "<image>"
 
 
 def read_conversation(request: RolloutInferRequest) -> Conversation:
-    """Put the images of `request` into place.
+    """Return the messages of a request, and its images in the order of their places.
 
-    Raises BadRequest when there are more or fewer of them than places.
+    Raises BadRequest unless the number of images equals the number of places.
     """
     pieces = [_pieces(message, index) for index, message in enumerate(request.messages)]
     messages = [
@@ -72,7 +72,7 @@ def read_conversation(request: RolloutInferRequest) -> Conversation:
 
 
 def _pieces(message: Message, index: int) -> list[str | ImageSource | None]:
-    """Text without empty pieces, and images; None where `images[]` fills a place."""
+    """Return the non-empty texts and the images of a message; None: a place for `images[]`."""
     if isinstance(message.content, str):
         first, *others = message.content.split(IMAGE_MARK)
         marked = [first, *(piece for other in others for piece in (None, other))]
@@ -92,15 +92,15 @@ def _pieces(message: Message, index: int) -> list[str | ImageSource | None]:
 
 
 def least_loaded(engines: Sequence[Engine]) -> Engine:
-    """The first of those with the fewest outstanding tokens."""
+    """Return the engine with the fewest outstanding tokens."""
     return min(engines, key=lambda engine: engine.load.tokens)
 
 
 class Turns:
-    """The turns of one call, whose requests alternate with those of other calls.
+    """The turns of one call, so that its requests alternate with those of other calls.
 
     Per engine: the first request gets turn `last_answered + 1`; each later one adds the sequences
-    of the one before it. Of two calls with the same turn, the older one is first.
+    of the one before it. Of equal turns, the older call is first.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights; the turn of
     the last answer is the virtual time.
@@ -110,7 +110,7 @@ class Turns:
         self._next: dict[int, int] = {}
 
     def take(self, engine: Engine, sequences: int) -> int:
-        """The turn of the next request, of so many sequences, at this engine."""
+        """Return the turn of the next request, with `sequences` sequences, at an engine."""
         turn = max(self._next.get(engine.index, 0), engine.load.turn + 1)
         self._next[engine.index] = turn + sequences
         return turn
@@ -118,7 +118,7 @@ class Turns:
 
 @contextmanager
 def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[None]:
-    """Count a request as outstanding for as long as the block runs; an error is no answer."""
+    """Count a request as outstanding during the block; update the answered turn if it succeeds."""
     load.tokens += tokens
     load.sequences += sequences
     try:
@@ -130,15 +130,12 @@ def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[
 
 
 class _Withdrawn(Exception):
-    """A sequence has ended because its call is refused."""
+    """A generation was cancelled because its call is refused."""
 
 
 @dataclass
 class _RunningCall:
-    """One call while it is answered.
-
-    faults: by index. Nothing is generated for a call that has one.
-    """
+    """State of a running call. faults: by request index; a fault ends all generation."""
 
     call: wire.InferCall
     config: wire.RequestConfig
@@ -149,13 +146,13 @@ class _RunningCall:
     _faulty: asyncio.Event = field(default_factory=asyncio.Event)
 
     def refuse(self, index: int, fault: BadRequest) -> None:
-        self.faults[index] = fault.with_traceback(None)  # which holds the request
+        self.faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
         self._faulty.set()
 
     async def unless_refused(
         self, generation: Coroutine[Any, Any, wire.RolloutEnvelope]
     ) -> wire.RolloutEnvelope | None:
-        """Its result; None if a request turns out bad before, which cancels it."""
+        """Return the result of `generation`; None if the call is refused before its end."""
         try:
             return await cancel_when(self._faulty.wait(), generation, _Withdrawn())
         except _Withdrawn:
@@ -165,9 +162,9 @@ class _RunningCall:
 class Rollouts:
     """Answers calls with the engines of all replicas.
 
-    serving: the engines with the current weights, once no update of them runs; raises the
-        problem that says why there are none.
-    model: the name the answers carry.
+    serving: waits for the end of a push, and returns the engines with the current weights; raises
+        a problem if there are none.
+    model: the model name in answers.
     """
 
     def __init__(
@@ -185,9 +182,9 @@ class Rollouts:
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
         """Return one envelope per request, in order; count them in `record`.
 
-        Raises the `invalid-request` problem with every bad request, `not-ready` if an engine or
-        its weights are lost, and `other-weights` if the weights are not the expected ones, before
-        or after a generation. Cancelling the call aborts its sequences.
+        Raises the `invalid-request` problem with every bad request, `not-ready` for a lost engine,
+        and `other-weights` if the weights are not the expected ones before or after a generation.
+        Cancelling the call aborts its sequences.
         """
         config = call.request_config or wire.RequestConfig()
         with record.phase("wait"):
@@ -221,7 +218,7 @@ class Rollouts:
     async def _read(
         self, running: _RunningCall, index: int, request: wire.RolloutInferRequest
     ) -> Conversation | None:
-        """Read a request before anything is generated; None for a bad one."""
+        """Return the conversation of a request; None after a fault."""
         try:
             conversation = read_conversation(request)
             await self._prompts.check(conversation, running.renderers.max_model_len)
@@ -233,7 +230,7 @@ class Rollouts:
     async def _answer_one(
         self, running: _RunningCall, index: int, conversation: Conversation
     ) -> wire.RolloutEnvelope | None:
-        """None in a call that is refused."""
+        """Return the envelope of a request; None if the call is refused."""
         try:
             with running.record.phase("prepare"):
                 prompt = await self._prompts.render(conversation, running.renderers, running.record)
@@ -316,7 +313,7 @@ def _choice(completion: Completion, details: bool) -> wire.Choice:
 
 
 def require_weights(call: wire.InferCall, *versions: int) -> None:
-    """Raises the `other-weights` problem for a version that is not the expected one."""
+    """Raise the `other-weights` problem for a version that is not the expected one."""
     expected = call.expected_weights_version
     for version in versions:
         if expected not in (None, version):

@@ -2,8 +2,7 @@
 
     image string -> encoded bytes -> size in the header -> decoded, upright, 8-bit RGB
 
-The memory of each step comes from a budget that all calls share. Files, base64 and pixels are read
-in threads.
+All calls share a memory budget for each step. Files, base64 and pixels are read in threads.
 """
 
 import asyncio
@@ -29,10 +28,10 @@ from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 FETCH_DEADLINE_S = 10.0
 
-# How base64 of each format begins: \x89PNG, \xff\xd8\xff, RIFF, BM.
+# Beginnings of each format in base64: \x89PNG, \xff\xd8\xff, RIFF, BM.
 _BASE64_STARTS = ("iVBORw", "/9j/", "UklGR", "Qk")
 
-# O_NONBLOCK: a FIFO does not block. O_NOCTTY: a terminal does not become the server's own.
+# O_NONBLOCK: a FIFO does not block. O_NOCTTY: a terminal does not become the controlling one.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -62,15 +61,14 @@ class MediaLoader:
         self._max_images = settings.max_images_per_request
         self._max_bytes = int(settings.max_image_mib * 2**20)
         self._max_pixels = int(settings.max_image_megapixels * 10**6)
-        # Encoded bytes are held while a call waits for decoded ones, never the other way round.
+        # Always taken in this order, to avoid a deadlock.
         self._encoded = Budget(self._max_images * self._max_bytes)
         self._decoded = Budget(int(settings.max_decoded_mib * 2**20))
 
     async def check(self, sources: Sequence[ImageSource]) -> None:
-        """Raise BadRequest for what shows before an image is read.
+        """Raise BadRequest for faults that need no reading of images.
 
-        That is too many images, a URL of a host that is not listed, and a file that is missing or
-        in no allowed folder.
+        These are too many images, an unlisted URL host, a missing file, and a forbidden folder.
         """
         if len(sources) > self._max_images:
             raise BadRequest(
@@ -82,11 +80,11 @@ class MediaLoader:
 
     @asynccontextmanager
     async def load(self, sources: Sequence[ImageSource]) -> AsyncIterator[list[Image.Image]]:
-        """Each image as upright RGB, in order; their memory is held until this is left.
+        """Yield the images as upright RGB, in order; hold their memory until the end of the block.
 
         sources: after `check`. Raises BadRequest for the first bad image, and MemoryError.
         """
-        if not sources:  # a text does not wait for memory
+        if not sources:  # does not wait for memory
             yield []
             return
         async with AsyncExitStack() as held:
@@ -116,7 +114,7 @@ class MediaLoader:
                 read_media_file(source, self._directories, 0)
 
     async def _read(self, source: ImageSource) -> bytes:
-        """Return the encoded image. Each reader stops soon after `max_bytes`."""
+        """Return the encoded image; reading stops soon after `max_bytes`."""
         if source.kind == "url":
             content = await fetch(source, self._hosts, self._max_bytes)
         elif source.kind == "inline":
@@ -137,9 +135,8 @@ class MediaLoader:
 def read_media_file(source: ImageSource, directories: Sequence[Path], max_bytes: int) -> bytes:
     """Read a file below one of `directories` (resolved), at most `max_bytes + 1`; blocking.
 
-    The real path of the open file is checked, too: a path may become a link between the first
-    check and the open. A path outside of `directories` has one message, so that it does not show
-    whether the file exists. Raises BadRequest.
+    Checks the real path again after the open, as the path may have become a link. The error for a
+    path outside of `directories` does not depend on whether the file exists. Raises BadRequest.
     """
     path = source.image.removeprefix("file://")
     if not path.startswith("/"):
@@ -250,7 +247,7 @@ def count_pixels(content: bytes, source: ImageSource, max_pixels: int) -> int:
 def decode_image(content: bytes, source: ImageSource) -> Image.Image:
     """Return the first frame as upright RGB; blocking. Raises BadRequest and MemoryError.
 
-    It takes the memory that the header names: call `count_pixels` first.
+    Memory use depends on the header: call `count_pixels` first.
     """
     with _open_image(content, source) as image:
         require_mode(image)
@@ -259,7 +256,7 @@ def decode_image(content: bytes, source: ImageSource) -> Image.Image:
 
 @contextmanager
 def _open_image(content: bytes, source: ImageSource) -> Iterator[Image.Image]:
-    """An image whose header was read; Pillow's errors, also of the body, become BadRequest."""
+    """Open an image and read its header; errors of the `with` body become BadRequest, too."""
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             yield image
@@ -269,5 +266,5 @@ def _open_image(content: bytes, source: ImageSource) -> Iterator[Image.Image]:
         raise source.fault(f"the image {error}") from None
     except UnidentifiedImageError:
         raise source.fault(f"not an image of a known format {FORMATS}") from None
-    except Exception as error:  # Pillow's decoders raise nearly anything for broken files
+    except Exception as error:  # Pillow's decoders raise many types for broken files
         raise source.fault(f"the image cannot be read ({error})") from error

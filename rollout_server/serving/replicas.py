@@ -1,12 +1,12 @@
-"""The replicas: each is built, watched, and built again when it is lost (SRV-05).
+"""Engine replicas: built, watched, and rebuilt after a loss (SRV-05).
 
-            built and prepared     its process died, or it gives no heartbeat
+            built and prepared     its process died, or heartbeats stopped
     starting -----> serving ----------------------------------------------> dead
         ^                                                                     |
-        +-------------- again, after pauses that become longer ---------------+
+        +----------------- rebuilt, with exponential backoff -----------------+
 
-A replica that was built again has the checkpoint's weights. It serves only if these are the current
-ones, by the caller's weights version.
+A rebuilt replica has the checkpoint's weights. It serves only if these are the current weights, by
+the caller's weights version.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
 from rollout_server.engines.engine_protocol import Engine
-from rollout_server.runtime.concurrency import LOOK_S, finished_within
+from rollout_server.runtime.concurrency import POLL_S, finished_within
 from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
@@ -38,9 +38,9 @@ T = TypeVar("T")
 class _Slot:
     """One replica.
 
-    detail: why it has no engine. began: clock at the begin of the newest phase of a start.
-    threads: one thread, in which its engines are built: the kernel ends a process with the thread
-    that started it. thread: its native id.
+    detail: reason for a missing engine. began: clock at the begin of a start's newest phase.
+    threads: one thread that builds all its engines, because a parent-death signal follows the
+    thread that started a process. thread: its native id.
     """
 
     index: int
@@ -58,10 +58,10 @@ class Replicas:
     """`count` engines by index.
 
     build: makes the engine of an index; blocking, called in a thread.
-    on_lost: called with the reason, before a lost replica is built again.
-    hang_s: seconds without a heartbeat after which an engine is given up.
-    start_s: seconds after which a phase of a start is given up.
-    Time in which this process itself did not run counts in neither.
+    on_lost: called with the reason, before a lost replica is rebuilt.
+    hang_s: seconds without a heartbeat after which an engine is lost.
+    start_s: deadline of each phase of a start.
+    The time of a suspended process does not count.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Replicas:
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Build every engine, side by side, then watch them.
+        """Build all engines in parallel, then watch them.
 
-        Raises the first failure of a build, once all builds are over.
+        Raises the first failure after the end of all builds.
         """
         starts = [self._start_engine(slot) for slot in self._slots]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
@@ -93,7 +93,7 @@ class Replicas:
         self._watches = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     async def close(self) -> None:
-        """End the engines' processes, but not those of a build that runs."""
+        """End the engines' processes, except those of running builds."""
         for watch in self._watches:
             watch.cancel()
         ends = [_shut_down(slot, slot.engine) for slot in self._slots if slot.engine is not None]
@@ -103,12 +103,12 @@ class Replicas:
 
     @property
     def losses(self) -> int:
-        """The number of engines lost so far; increases the moment one dies."""
+        """Number of engines lost so far; increases as soon as an engine dies."""
         engines = [slot.engine for slot in self._slots if slot.engine is not None]
         return sum(slot.lost for slot in self._slots) + len(engines) - len(self.alive())
 
     def all(self) -> list[Engine]:
-        """Every engine, by index; raises the `not-ready` problem when one is missing."""
+        """Return all engines by index; raises the `not-ready` problem if one is missing."""
         if missing := [status for status in self.statuses(None) if status.state != "serving"]:
             raise not_serving(missing)
         return self.alive()
@@ -118,14 +118,14 @@ class Replicas:
         return [engine for engine in engines if engine is not None and engine.alive]
 
     def current(self, version: int) -> list[Engine]:
-        """The engines that answer with `version`; raises the problem of `not_serving` for none."""
+        """Return the engines with `version`; raises the problem of `not_serving` without any."""
         engines = [e for e in self.alive() if e.weights_version == version and not e.asleep]
         if not engines:
             raise not_serving(self.statuses(version))
         return engines
 
     def statuses(self, version: int | None) -> list[ReplicaStatus]:
-        """version: of the weights that may answer; None while an update runs."""
+        """Return all statuses. version: of the weights that may answer; None during a push."""
         return [self._status(slot, version) for slot in self._slots]
 
     def _status(self, slot: _Slot, version: int | None) -> ReplicaStatus:
@@ -161,10 +161,10 @@ class Replicas:
                 if not engine.alive:
                     return "its process died"
                 # A clock alone would count the time in which this process did not run.
-                silent_s = min(engine.heartbeat_age_s, silent_s + LOOK_S)
+                silent_s = min(engine.heartbeat_age_s, silent_s + POLL_S)
                 if silent_s > self._hang_s:
                     return f"it gave no heartbeat for {self._hang_s:g} s"
-                await asyncio.wait((beating,), timeout=LOOK_S)
+                await asyncio.wait((beating,), timeout=POLL_S)
             failure = beating.exception()
             return f"its heartbeat failed ({failure!r})" if engine.alive else "its process died"
         finally:
@@ -181,7 +181,7 @@ class Replicas:
             logger.error("after the loss of replica %d: %r", slot.index, failure)
 
     async def _rebuild(self, slot: _Slot) -> None:
-        """Start an engine, again and again until it succeeds; `detail` has each failure."""
+        """Start an engine, with retries until it succeeds; `detail` has the last failure."""
 
         def note_failure(attempt: RetryCallState) -> None:
             assert attempt.outcome is not None
@@ -196,7 +196,7 @@ class Replicas:
         logger.warning("replica %d was built again", slot.index)
 
     async def _start_engine(self, slot: _Slot) -> None:
-        """Build and prepare the engine of `slot`. A TimeoutError kills its processes."""
+        """Build and prepare the engine of `slot`; on a TimeoutError, kill its processes."""
 
         def build() -> Engine:
             slot.thread = threading.get_native_id()
@@ -227,7 +227,7 @@ async def _shut_down(slot: _Slot, engine: Engine) -> None:
 
 
 def _discard(build: Future[Engine], reported: bool) -> None:
-    """Shut down the engine of a start that failed, if it was built. reported: by vLLM."""
+    """Shut down the engine of a failed start, if it was built. reported: the death is expected."""
     if not build.cancelled() and build.exception() is None:
         if reported:
             build.result().declare_dead()
@@ -235,16 +235,16 @@ def _discard(build: Future[Engine], reported: bool) -> None:
 
 
 async def _beat(engine: Engine, interval_s: float) -> None:
-    """Request a heartbeat every `interval_s`; ends when one fails."""
+    """Request a heartbeat every `interval_s` seconds, until one fails."""
     while True:
         await engine.heartbeat()
         await asyncio.sleep(interval_s)
 
 
 def not_serving(statuses: list[ReplicaStatus]) -> Exception:
-    """The problem that names each of these replicas and its reason.
+    """Return the problem with each of these replicas and its reason.
 
-    It is `push-needed` if a push makes all of them answer, else `not-ready`.
+    It is `push-needed` if a push is enough for all of them, else `not-ready`.
     """
     needs_push = all(status.state in ("needs-push", "asleep") for status in statuses)
     where = ", ".join(f"replicas[{status.index}]" for status in statuses)

@@ -1,6 +1,6 @@
-"""The metrics of a server, in Prometheus' terms (`GET /metrics/`).
+"""Prometheus metrics of a server (`GET /metrics/`).
 
-Counters follow the calls; gauges look at the server at every scrape.
+Calls update the counters; a scrape reads the gauges from the server.
 """
 
 import time
@@ -21,12 +21,12 @@ from shared_contracts.weights import SyncReport, WeightState, WeightStatus
 
 # wait       for the end of a weight update
 # prepare    images, chat template, tokens
-# generate   a request is with an engine
-# The first sequences of a call run while others are prepared: these seconds count in both.
+# generate   a request is in an engine
+# The first sequences of a call run while others are prepared: these seconds count in both phases.
 Phase = Literal["wait", "prepare", "generate"]
 
 # answered    200, generated for this call
-# repeated    200, what was generated for an earlier call with the same request id
+# repeated    200, generated for an earlier call with the same request id
 # refused     4xx
 # failed      5xx, or a stream that ended with an error
 # gone        the client closed the connection
@@ -36,16 +36,16 @@ INFER, CHAT = "/infer/", "/v1/chat/completions/"
 # The routes that generate.
 GENERATING = (INFER, CHAT)
 
-# What a call ends with that nobody waits for any more; it is never sent.
+# Status in the log of a call whose client closed the connection; it is never sent.
 CLIENT_GONE = 499
 
 
 @dataclass
 class CallRecord:
-    """route: with its trailing slash; began: of `time.monotonic`.
+    """route: with its trailing slash. began: of `time.monotonic`.
 
-    weights_version: (lowest, highest) the answers are stamped with.
-    seconds: by phase. problem: the kind it was refused with, or that ended its stream.
+    weights_version: (lowest, highest) of the answers. seconds: by phase. problem: the kind of a
+    refusal, or of the error that ended a stream.
     """
 
     route: str
@@ -66,9 +66,9 @@ class CallRecord:
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Add the seconds of a `with` block, also of one that fails, to those of the phase.
+        """Add the seconds of a `with` block, even if it fails, to those of the phase.
 
-        Where several blocks of one phase run, each second counts once.
+        Seconds of overlapping blocks of one phase count once.
         """
         blocks = self._blocks[name] = self._blocks.get(name, 0) + 1
         if blocks == 1:
@@ -105,7 +105,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """Sequences of one replica: being decoded, and waiting for their turn."""
+    """Sequences of one replica: running (being decoded) and waiting."""
 
     index: int
     running: int
@@ -113,7 +113,7 @@ class ReplicaLoad:
 
 
 class Watched(Protocol):
-    """What a scrape looks at (see `pool.Pool`)."""
+    """The source of the gauges (see `pool.Pool`)."""
 
     def health(self) -> Health: ...
     def replica_statuses(self) -> list[ReplicaStatus]: ...
@@ -136,7 +136,7 @@ class Telemetry:
         )
         for outcome in get_args(Outcome):
             self._calls.labels(outcome)
-        self.in_flight = gauge("rollout_calls_in_flight", "Those that are running.")
+        self.in_flight = gauge("rollout_calls_in_flight", "Running calls.")
         self._requests = counter("rollout_requests", "Conversations that /infer/ answered.")
         self._images = counter("rollout_images", "Images in them.")
         self._prompt_tokens = counter("rollout_prompt_tokens", "Prompt tokens, images expanded.")
@@ -161,11 +161,11 @@ class Telemetry:
         self._push_bytes = counter("rollout_weight_push_bytes", "Bytes of them, for one replica.")
 
     def watch(self, server: Watched) -> None:
-        """Ask `server` for the gauges at every scrape."""
+        """Read the gauges from `server` at every scrape."""
         self.registry.register(_Gauges(server))
 
     def count_call(self, record: CallRecord) -> None:
-        """Count a call that has ended, and what it was refused with."""
+        """Count a finished call, with the kind of its problem."""
         if record.problem is not None:
             self._refused.labels(record.route, record.problem).inc()
         if record.route in GENERATING:
@@ -174,7 +174,7 @@ class Telemetry:
                 self._phase_seconds.labels(phase).observe(seconds)
 
     def count_answers(self, record: CallRecord) -> None:
-        """Count what was generated, once, whoever may be answered with it."""
+        """Count generated answers, once even if several calls receive them."""
         self._requests.inc(record.requests)
         self._images.inc(record.images)
         self._prompt_tokens.inc(record.prompt_tokens)
@@ -188,7 +188,7 @@ class Telemetry:
             self._push_seconds.labels(phase).observe(seconds)
 
     def exposition(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -198,7 +198,7 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         gauge, server = GaugeMetricFamily, self._server
-        yield gauge("rollout_ready", "1 while /health/ says 200.", float(self._ready()))
+        yield gauge("rollout_ready", "1 while /health/ answers 200.", float(self._ready()))
         replica, per_state = ["replica"], ["replica", "state"]
         running = gauge("rollout_running_sequences", "Sequences being decoded.", labels=replica)
         waiting = gauge(

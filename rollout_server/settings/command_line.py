@@ -5,8 +5,8 @@
     gpus: tuple[int, ...]            --gpus 0,1,2
     allowed_hosts: tuple[str, ...]   --allowed-host NAME, repeatable
 
-An option that is not given is None. A text that is no value of its field stays text, and
-`load_settings` refuses it together with all other faults.
+An option that is not given is None. A text that cannot be parsed stays text: `load_settings`
+reports it together with all other faults.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _METAVARS = {int: "<integer>", float: "<number>", str: "<text>", Path: "<path>",
 
 
 def option_parameters() -> list[Parameter]:
-    """Return the options of all settings that have one, as parameters of a typer command."""
+    """Return the options of all settings but nested ones, as parameters of a typer command."""
     return [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field))
         for name, field in ServerSettings.model_fields.items()
@@ -80,7 +80,7 @@ def _is_repeatable(field: FieldInfo) -> bool:
 
 
 def _parser(kind: Any) -> Callable[[str], Any]:
-    """Return a parser of a command-line text, which returns what it cannot parse."""
+    """Return a parser of command-line text; the parser returns invalid text unchanged."""
     is_list, values = get_origin(kind) is tuple, get_args(kind)
     of = int if is_list or isinstance(next(iter(values), None), int) else kind
 

@@ -22,8 +22,8 @@ from shared_contracts.rollout_config import RepeatTerminate
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 from shared_contracts.weights import Transport
 
-# Memory of an image: the decoder's canvas, its output, the upright copy and the RGB copy, each of
-# 4 bytes a pixel; and 4 bytes a pixel in the model's processor.
+# Memory of an image at 4 bytes a pixel: the decoder's canvas, its output, the upright copy, the RGB
+# copy, and the copy of the model's processor.
 BYTES_PER_PIXEL = 20
 
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
@@ -65,7 +65,7 @@ class ServerSettings(StrictModel):
     allowed_media_hosts: Names = ()
     """host of image URLs: `name`, or `name:port` of another port"""
     max_image_mib: Positive = Field(default=32.0, description="largest image file, MiB")
-    # Pillow refuses larger images.
+    # Pillow's own limit.
     max_image_megapixels: float = Field(default=64.0, gt=0.0, le=178.0)
     """largest decoded image"""
     max_decoded_mib: Positive = Field(default=4096.0, description="memory of decoded images, MiB")
@@ -85,9 +85,9 @@ class ServerSettings(StrictModel):
     max_weight_timeout_seconds: Positive = 1800.0
     """longest deadline of a learner's push"""
     grace_seconds: float = Field(default=10.0, ge=0.0)
-    """seconds that running calls have after SIGTERM"""
+    """seconds for running calls after SIGTERM"""
     start_seconds: Positive = 1800.0
-    """seconds after which an engine's start is given up"""
+    """longest start of an engine, in seconds"""
     hang_seconds: Positive = 60.0
     """seconds without a heartbeat that end an engine"""
     seed: int = Field(default=0, ge=0, description="seed of requests that have none")
@@ -142,11 +142,11 @@ class ServerSettings(StrictModel):
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that engines read: `model`, or the merged model."""
+        """The folder that engines load: `model`, or the merged model."""
         return self._merged or self.model
 
     def serving(self, merged: Path) -> "ServerSettings":
-        """Return the settings for an adapter as `model`, with the merged folder."""
+        """Return the settings with the merged checkpoint of `model`, an adapter."""
         settings = self.model_copy()
         settings._merged = merged
         return settings
@@ -159,7 +159,7 @@ class ServerSettings(StrictModel):
 
     @property
     def num_workers(self) -> int:
-        """The engine workers of all replicas: the world size in answers."""
+        """Number of engine workers of all replicas."""
         return self.num_replicas * self.tensor_parallel_size
 
     @property
@@ -177,10 +177,10 @@ def load_settings(
     run_config: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ServerSettings:
-    """Combine options, a YAML file of settings and a training YAML; the first one wins.
+    """Combine options, a YAML file of settings and a training YAML, in this order of precedence.
 
-    options: by field; None counts as not given. The environment can also have the settings of the
-    repeat guard, which must agree with the files. Raises ContractErrors with every bad field.
+    options: by field; None: not given. Settings of the repeat guard in the environment must agree
+    with the files. Raises ContractErrors with every bad field.
     """
     from_file = read_yaml(config, "--config") if config is not None else {}
     given = from_file | {name: value for name, value in options.items() if value is not None}

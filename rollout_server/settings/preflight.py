@@ -22,9 +22,8 @@ from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, t
 from shared_contracts.machine import (
     CUDA_VISIBLE,
     GPU_DEVICES,
-    IDLE_MIB,
     GpuUse,
-    in_gib,
+    available_ram,
     query_gpu_use,
     visible_gpus,
 )
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_settings(settings: ServerSettings) -> ServerSettings:
-    """Return the settings, with the fraction of the GPUs that engines take (`fit_gpus`).
+    """Check settings and machine; return the settings with the GPU share of `fit_gpus`.
 
     Raises ContractError for a missing model, GPU, memory or token.
     """
@@ -42,7 +41,7 @@ def check_settings(settings: ServerSettings) -> ServerSettings:
     check_cpu_build(settings)
     check_access(settings)
     check_media(settings)
-    if settings.distributed_executor_backend == "ray":  # which places the replicas itself
+    if settings.distributed_executor_backend == "ray":  # Ray places the replicas
         if importlib.util.find_spec("ray") is None:
             where = "distributed_executor_backend"
             raise ContractError(where, "ray is not installed", "Install ray, or use mp")
@@ -59,7 +58,7 @@ def check_settings(settings: ServerSettings) -> ServerSettings:
 
 
 def check_checkpoint(model: Path) -> None:
-    """Check that the checkpoint has weights, and a config.json that names an architecture."""
+    """Check that the checkpoint has weights and an architecture in config.json."""
     config, name_folder = model / "config.json", "Name a checkpoint directory"
     if not os.path.isdir(model):
         raise ContractError("model", f"there is no directory {model}", name_folder)
@@ -78,7 +77,7 @@ def check_checkpoint(model: Path) -> None:
 
 
 def check_cpu_build(settings: ServerSettings) -> None:
-    """Check what vLLM's CPU build needs for experts, and for linear attention (Qwen3.5)."""
+    """Check the limits of vLLM's CPU build: experts, and linear attention (Qwen3.5)."""
     if settings.device != "cpu":
         return
     text = text_config(settings.model)
@@ -130,7 +129,7 @@ def is_loopback(host: str) -> bool:
 def check_media(settings: ServerSettings) -> None:
     """Check that the folders of images exist."""
     for directory in settings.allowed_media_dirs:
-        if not os.path.isdir(directory):  # which is false where nobody may look
+        if not os.path.isdir(directory):  # False without permission
             raise ContractError(
                 "allowed_media_dirs", f"{directory} is no directory", "Name existing directories"
             )
@@ -139,15 +138,15 @@ def check_media(settings: ServerSettings) -> None:
 def check_gpus(
     gpus: Sequence[int], environment: Mapping[str, str], devices: Path = GPU_DEVICES
 ) -> None:
-    """Check that the driver knows every GPU, and that vLLM uses the same ones.
+    """Check that the driver knows every GPU, and that vLLM gives them the same ids.
 
-    vLLM counts among the GPUs of `CUDA_VISIBLE_DEVICES`, where that is set.
+    vLLM's ids are indices into `CUDA_VISIBLE_DEVICES`, if that is set.
     """
-    present, named = len(visible_gpus({}, devices)), environment.get(CUDA_VISIBLE)
-    if named is not None and present:
+    present, value = len(visible_gpus({}, devices)), environment.get(CUDA_VISIBLE)
+    if value is not None and present:
         visible = visible_gpus(environment, devices)
         if any(visible[gpu : gpu + 1] != [gpu] for gpu in gpus):
-            found = f"it is {named!r}, and --gpus names GPUs of the machine"
+            found = f"it is {value!r}, and --gpus names GPUs of the machine"
             do = "Unset it for the server, and name the GPUs with --gpus"
             raise ContractError(CUDA_VISIBLE, found, do)
     if missing := [gpu for gpu in gpus if not 0 <= gpu < present]:
@@ -156,24 +155,15 @@ def check_gpus(
 
 
 def check_unused(gpus: Sequence[int], use: GpuUse) -> None:
-    """Raise ContractError with the process that uses one of `gpus`, if it can be seen."""
-    for gpu in use.gpus:
-        holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
-        found = f"GPU {gpu.index} is used by {' and '.join(map(str, holders))}"
-        if not holders:
-            found = (
-                f"{in_gib(gpu.used_mib)} of GPU {gpu.index} are used by a process that cannot "
-                "be seen from here, such as one in another container"
-            )
-        if gpu.index in gpus and (holders or gpu.used_mib > IDLE_MIB):
-            raise ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
+    """Raise ContractError if another process uses one of `gpus`."""
+    for _, found in use.faults(gpus):
+        raise ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
 
 
 def fit_gpus(settings: ServerSettings, use: GpuUse) -> ServerSettings:
-    """Return the settings with the fraction of the smallest GPU that engines take.
+    """Return the settings with the engines' share of the smallest GPU.
 
-    Raises ContractError, with the numbers, where the weights and the KV cache of one sequence do
-    not fit into that.
+    Raises ContractError, with the numbers, unless the weights and the KV cache of one sequence fit.
     """
     known = {gpu.index: gpu.total_mib * MIB for gpu in use.gpus}
     totals = [known[gpu] for gpu in settings.gpus if gpu in known]
@@ -196,7 +186,7 @@ def fit_gpus(settings: ServerSettings, use: GpuUse) -> ServerSettings:
     try:
         token = element * cache_elements(text) / parts
     except (LookupError, TypeError, ZeroDivisionError):
-        token = 0.0  # vLLM reports its own fault of this config
+        token = 0.0  # vLLM reports the fault of this config
     if isinstance(length, int) and weights + length * token > share * total:
         raise ContractError(
             "max_model_len",
@@ -210,9 +200,9 @@ def fit_gpus(settings: ServerSettings, use: GpuUse) -> ServerSettings:
 
 
 def weight_elements(checkpoint: Path) -> list[int]:
-    """Return the elements of each tensor, by the headers of the safetensors files.
+    """Return the number of elements of each tensor, from the headers of the safetensors files.
 
-    Raises ContractError for a file with another format.
+    Raises ContractError for a file of another format.
     """
     sizes = []
     for file in checkpoint.glob("*.safetensors"):
@@ -227,17 +217,14 @@ def weight_elements(checkpoint: Path) -> list[int]:
 
 
 def check_memory(settings: ServerSettings) -> None:
-    """Check that the weights and KV caches of all replicas fit into the free memory."""
+    """Raise ContractError unless weights and KV caches of all replicas fit into free memory."""
     checkpoint, replicas = checkpoint_chain(settings.model, "model")[-1], settings.num_replicas
-    weights_gib = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 2**30
-    needed_gib = (weights_gib + settings.kv_cache_gib) * replicas
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    free_gib = int(available) / 2**20
-    if needed_gib > free_gib:
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    needed, free = (weights + settings.kv_cache_gib * GIB) * replicas, available_ram()
+    if free is not None and needed > free:
         found = (
-            f"weights and KV caches of {replicas} replica(s) take {needed_gib:.1f} GiB, and "
-            f"{free_gib:.1f} GiB are free"
+            f"weights and KV caches of {replicas} replica(s) take {needed / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} GiB are free"
         )
         do = "Lower kv_cache_gib or replicas, or free memory"
         raise ContractError("kv_cache_gib", found, do)

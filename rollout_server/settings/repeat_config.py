@@ -1,4 +1,4 @@
-"""The repeat guard's settings in environment variables (REP-04): written here, read here.
+"""The repeat guard's settings in environment variables (REP-04).
 
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON          the settings, a JSON mapping
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH     a file with the same; overrides it
@@ -40,9 +40,9 @@ def repeat_environment(config: RepeatTerminateConfig) -> dict[str, str]:
 
 
 def repeat_config_from_environment(environ: Mapping[str, str]) -> RepeatTerminateConfig | None:
-    """Read the settings in `environ`; None if it has none.
+    """Return the settings in `environ`, or None.
 
-    Raises ContractError naming the variable that is missing, wrong or contradicts the settings.
+    Raises ContractError at the variable that is missing, invalid or contradicts the settings.
     """
     switch = environ.get(INJECTION, "")
     if switch not in ("", "0", "1"):

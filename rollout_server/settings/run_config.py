@@ -28,13 +28,13 @@ from shared_contracts.yaml12 import read_document
 OPTION = "--run-config"
 SECTION = "rollout_matching"
 
-# The ranks of adapters that vLLM has buffers for; an adapter takes the next one.
+# The ranks of vLLM's adapter buffers.
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 LORA_RANKS: tuple[int, ...] = get_args(LoraRank)
 
 
 def _vllm_rank(lora_rank: int) -> int:
-    """Return the smallest rank of LORA_RANKS that holds `lora_rank`."""
+    """Return the smallest of LORA_RANKS that is at least `lora_rank`."""
     for rank in LORA_RANKS:
         if rank >= lora_rank:
             return rank
@@ -46,7 +46,7 @@ def _vllm_rank(lora_rank: int) -> int:
 def run_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the server settings of a training YAML. given: the server's other settings.
 
-    Raises ContractErrors with every bad key of that part by its path in the file.
+    Raises ContractErrors with every bad key of the server's part, by its path in the file.
     """
     _, mappings = read_chain(path, partial(read_yaml, option=OPTION))
     merged = merge_chain(mappings)
@@ -87,7 +87,7 @@ def read_rollout_config(path: Path, merged: Mapping[str, Any]) -> SharedRolloutC
 def _context(model: Any, merged: Mapping[str, Any]) -> int | None:
     """Return the context of the run; None if the YAML sets no limit.
 
-    A prompt is shorter than its pack.
+    `global_max_length` limits the prompt, as a pack contains it.
     """
     packed = _section(merged, "training").get("packing", True) is not False
     prompt = _positive(merged.get("global_max_length")) if packed else None

@@ -1,4 +1,4 @@
-"""What a push must have: names and shapes of the checkpoint's model (SYNC-05)."""
+"""Checks of a push against the names and shapes of the checkpoint's model (SYNC-05)."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from rollout_server.runtime.refusals import refusal
 from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
 
-# Faults that a refusal lists; it counts them all.
+# Largest number of faults that a refusal lists.
 MOST_LISTED = 32
 
 
@@ -18,10 +18,10 @@ MOST_LISTED = 32
 def checkpoint_parameters(folder: Path) -> dict[str, list[int]]:
     """Return the shape of each parameter of a checkpoint's model, by name; takes a second.
 
-    The names are those of transformers' model, which no file needs to have: a tied parameter has
-    one name, and experts are apart.
+    The names are those of transformers' model, not of the files: a tied parameter has one name, and
+    fused experts are split.
     """
-    import torch  # seconds, in the server's process that has them anyway
+    import torch  # slow
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -37,7 +37,7 @@ def checkpoint_parameters(folder: Path) -> dict[str, list[int]]:
 def check_manifest(
     parameters: Sequence[ParameterMeta], expected: Mapping[str, list[int]], dtype: DtypeName
 ) -> None:
-    """Raise the `manifest-mismatch` problem with every fault, if there is one.
+    """Raise the `manifest-mismatch` problem with all faults, if there are any.
 
     expected: `checkpoint_parameters`. dtype: of the engines' weights.
     """
@@ -73,9 +73,9 @@ _HALF = re.compile(r"\.lora_(A\.weight|B\.weight|magnitude_vector)$")
 def check_adapter(
     shapes: Mapping[str, list[int]], meta: AdapterMeta, expected: Mapping[str, list[int]]
 ) -> None:
-    """Raise the `adapter-refused` problem unless every tensor fits, and none is missing.
+    """Raise the `adapter-refused` problem unless names and shapes are complete and correct.
 
-    vLLM ignores names that it does not know, and loads tensors that are too small.
+    vLLM itself ignores unknown names and loads tensors that are too small.
 
     shapes: by peft's names. expected: `checkpoint_parameters`.
     """

@@ -9,10 +9,10 @@
 
 The phases have the names and the order of `learner.rollout.sync.push`. Each runs on all replicas at
 once, within the `timeout_s` of the group. From `start` to `finish` the engines are paused. `start`
-refuses a wrong manifest and a drain that takes too long, with nothing changed. Anything that breaks
-later ends the engines, which are built again with the checkpoint's weights.
+refuses a wrong manifest and a slow drain, with nothing changed. Any later failure ends the engines;
+they are rebuilt with the checkpoint's weights.
 
-In READY the engines can `sleep`. `start` wakes the weights, and `finish` the rest.
+In READY the engines can `sleep`. `start` wakes the weights, and `finish` the KV cache.
 """
 
 import asyncio
@@ -61,9 +61,9 @@ from shared_contracts.weights import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-# A worker gives up a rendezvous by itself at its deadline. The server waits so much longer.
+# The server waits this much longer than the deadline of a worker.
 WORKER_MARGIN_S = 2.0
-# Threads that end still hold the store of an earlier group; its port is free that much later.
+# Ending threads still hold the store of an earlier group; its port is free after this time.
 PORT_FREE_S = 1.0
 
 OnEngine = Callable[[Engine], Coroutine[None, None, None]]
@@ -74,12 +74,12 @@ OpenStore = Callable[[InitCommunicator], Store]
 class Pushes:
     """The pushes of one server; one phase runs at a time.
 
-    workers: of all engines. expected: returns the parameters of the checkpoint
+    workers: number of workers of all engines. expected: returns the parameters of the checkpoint
         (`manifest.checkpoint_parameters`); blocking.
-    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters alone; None: adapters
-        are refused. open_store: for a group; blocking; None: `open_tcp_store`.
+    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters only; None: adapters
+        are refused. open_store: opens the store of a group; blocking; None: `open_tcp_store`.
 
-    state, version: of the weights. owner: of the server, or None.
+    state, version: of the weights. owner: the newest `InitCommunicator`, or None.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Pushes:
         self._open_store = open_store or open_tcp_store
         self._update: StartWeightUpdate | None = None
         self._seconds: dict[str, float] = {}
-        self._formed = False  # the group of the owner
+        self._formed = False  # whether the owner's group exists
         self._store: Store | None = None
         self._one_phase = asyncio.Lock()
-        self._phase_limit: asyncio.Timeout | None = None  # of the phase that runs
-        self._ended_because: str | None = None  # why that phase ends before its limit
+        self._phase_limit: asyncio.Timeout | None = None  # of the running phase
+        self._end_reason: str | None = None  # of a phase that ends before its limit
         self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
         self._settled = asyncio.Event()
         self._settled.set()
@@ -122,7 +122,7 @@ class Pushes:
         )
 
     async def wait_until_settled(self) -> None:
-        """Wait for the end of a push that runs."""
+        """Wait for the end of a running push."""
         await self._settled.wait()
 
     # --- phases of a push
@@ -130,11 +130,10 @@ class Pushes:
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
         """Take the server over and form the weight group of the learner and all workers.
 
-        A phase that runs is given up, and a push that it belongs to.
+        A running phase ends, and its push fails.
         """
         self._check_group(init)
-        # An owner that replaces the same group is of the same learner: that call failed, or its
-        # answer was lost.
+        # An owner that replaces the same group is an earlier call of the same learner.
         owner = self.owner
         if init.replaces is not None and owner is not None and owner.replaces != init.replaces:
             self._require_owner(init.replaces)
@@ -160,9 +159,11 @@ class Pushes:
         )
 
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
-        """Check the manifest, drain and pause every engine, make the workers ready to load."""
+        """Check the manifest, drain and pause every engine, and prepare the workers to load."""
         async with self._phase("start", body.attempt):
-            self._require_group("start")
+            if not self._formed:
+                found = "a replica has left the weight group; /init_communicator/ comes first"
+                raise refusal("weight-update-order", found, "start")
             engines = self._engines.all()
             self._check_version(body.version)
             expected = await asyncio.to_thread(self._expected)
@@ -183,7 +184,7 @@ class Pushes:
         return self.status
 
     async def update(self, body: GroupCall) -> WeightStatus:
-        """Have the workers receive and load what the learner sends meanwhile."""
+        """Let the workers receive and load the weights while the learner sends them."""
         async with self._phase("transfer", body.attempt):
             update = self._require_update("transfer")
             with timed(self._seconds, "transfer"):
@@ -192,7 +193,7 @@ class Pushes:
         return self.status
 
     async def finish(self, body: GroupCall) -> SyncReport:
-        """Complete the load, drop the caches of the old weights, answer with the new version."""
+        """Complete the load, drop the caches of the old weights, and resume."""
         async with self._phase("finish", body.attempt):
             update = self._require_update("finish")
             if "transfer" not in self._seconds:
@@ -208,7 +209,7 @@ class Pushes:
         return SyncReport(status=self.status, seconds=self._seconds, bytes=size)
 
     async def close(self, body: GroupCall) -> WeightStatus:
-        """Leave the group; the server has no owner then. A phase that runs is given up."""
+        """Leave the group, end a running phase, and clear the owner."""
         self._require_owner(body.attempt)
         self._end_phase("the learner left the group")
         async with self._phase("close", body.attempt):
@@ -219,7 +220,7 @@ class Pushes:
         return self.status
 
     async def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
-        """Answer with a LoRA adapter over the checkpoint's weights. Nothing is paused.
+        """Answer with a LoRA adapter over the checkpoint's weights, without a pause.
 
         content: safetensors of peft, with an `AdapterMeta` in their metadata.
         """
@@ -250,11 +251,11 @@ class Pushes:
     # --- memory of the GPUs
 
     async def sleep(self) -> WeightStatus:
-        """Let running sequences end, then have every engine give its memory up."""
+        """Let running sequences end, then release the memory of every engine."""
         return await self._move_memory("/sleep/", lambda engine: engine.sleep())
 
     async def wake_up(self) -> WeightStatus:
-        """Have every engine take its memory back, with the weights of before."""
+        """Restore the memory of every engine, with the same weights."""
         return await self._move_memory("/wake_up/", lambda engine: engine.resume())
 
     async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:
@@ -275,20 +276,20 @@ class Pushes:
 
     @asynccontextmanager
     async def _phase(self, name: str, attempt: str) -> AsyncIterator[None]:
-        """One phase of the owner, within its time; other errors become problems."""
+        """Run a phase of the owner within its deadline; convert errors to problems."""
         self._require_owner(attempt)
         async with self._one_phase:
             owner = self._require_owner(attempt)
             if self._idle_limit is not None:
                 self._idle_limit.cancel()
             where = f"{name} at {owner.host}:{owner.port}"
-            self._ended_because = None
+            self._end_reason = None
             try:
                 async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as self._phase_limit:
                     yield
             except TimeoutError as error:
                 self._require_owner(attempt)
-                found = self._ended_because or f"not over within {owner.timeout_s:g} s"
+                found = self._end_reason or f"not over within {owner.timeout_s:g} s"
                 raise refusal("weight-transfer-timeout", f"server: {found}", where) from error
             except EngineDead as error:
                 raise refusal("not-ready", f"server: {error}", where) from error
@@ -302,25 +303,25 @@ class Pushes:
                     self._idle_limit = loop.call_later(after, self._give_up_idle, late)
 
     def _end_phase(self, reason: str) -> None:
-        """End the phase that runs, if there is one that does not end already."""
+        """End the running phase, unless it ends already."""
         if self._phase_limit is not None and not self._phase_limit.expired():
-            self._ended_because = reason
+            self._end_reason = reason
             self._phase_limit.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def _breaking(self, phase: str) -> AsyncIterator[None]:
-        """A block whose failure ends the engines. The end of its connection is a failure, too."""
+        """End the engines if the block fails; the end of its connection is a failure, too."""
         try:
             yield
         except BaseException as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, asyncio.CancelledError):
-                reason = self._ended_because or "its time is over, or its connection ended"
+                reason = self._end_reason or "its time is over, or its connection ended"
             self._give_up(f"{phase}: {reason}")
             raise
 
     def _give_up(self, reason: str) -> None:
-        """End a push that broke, and the engines with it: they are built again."""
+        """End a failed push and the engines, which are rebuilt."""
         logger.error("a push broke: %s", reason)
         self._enter("PUSH_NEEDED")
         self._formed, self._store = False, None
@@ -332,7 +333,7 @@ class Pushes:
             self._give_up(reason)
 
     def replica_lost(self, reason: str) -> None:
-        """Give up a push between two phases; one in a phase fails with the replica."""
+        """Fail a push that is between two phases; during a phase, the phase itself fails."""
         self._formed, self._store = False, None
         self._give_up_idle(reason)
 
@@ -345,13 +346,13 @@ class Pushes:
             self._settled.set()
 
     async def _on_all(self, call: OnEngine) -> None:
-        """Call every engine at once. Raises the first failure; the other calls are cancelled."""
+        """Call all engines at once; on a failure, cancel the other calls and raise it."""
         await all_or_cancel(call(engine) for engine in self._engines.all())
 
     # --- the group
 
     async def _engines_ready(self) -> None:
-        """Wait until the engines that a broken push has ended are built again."""
+        """Wait until all engines are serving, which a failed push may have ended."""
         while True:
             try:
                 self._engines.all()
@@ -360,9 +361,9 @@ class Pushes:
                 await asyncio.sleep(POLL_S)
 
     async def _form_group(self, init: InitCommunicator) -> None:
-        """Open a store, wait for the learner, then have all workers join.
+        """Open a store, wait for the learner, then let all workers join.
 
-        The learner comes first: an engine whose worker waits does not answer.
+        The workers join last, because an engine does not answer while its worker waits.
         """
         store = await asyncio.to_thread(self._open_store, init)
         self._store = store
@@ -373,7 +374,7 @@ class Pushes:
         await all_or_cancel(
             engine.join_group(init, index * each) for index, engine in enumerate(engines)
         )
-        if init.transport != "nccl":  # gloo needs its store no longer
+        if init.transport != "nccl":  # gloo does not need the store any more
             self._store = None
         self._formed = True
 
@@ -390,9 +391,9 @@ class Pushes:
             raise refusal("weight-transfer-timeout", found, where) from None
 
     async def _leave_group(self) -> None:
-        """Have all workers leave; an engine whose worker does not answer is given up.
+        """Let all workers leave; end an engine whose worker does not answer.
 
-        The store closes first, which ends a worker that waits for other ranks.
+        The store closes first: this ends a worker that waits for other ranks.
         """
         self._formed, self._store = False, None
         await asyncio.gather(*(self._leave(engine) for engine in self._engines.alive()))
@@ -402,7 +403,7 @@ class Pushes:
             async with asyncio.timeout(WORKER_MARGIN_S):
                 await engine.leave_group()
         except (TimeoutError, WeightPhaseFailed, EngineDead) as error:
-            logger.error("an engine is given up, because its workers are in a group: %r", error)
+            logger.error("an engine is ended, because its workers are still in a group: %r", error)
             engine.declare_dead()
 
     # --- checks
@@ -415,11 +416,6 @@ class Pushes:
             found = f"{self.owner.learner or 'a newer learner'} has taken this server over"
             raise refusal("taken-over", found, "attempt")
         return self.owner
-
-    def _require_group(self, phase: str) -> None:
-        if not self._formed:
-            found = "a replica has left the weight group; /init_communicator/ comes first"
-            raise refusal("weight-update-order", found, phase)
 
     def _require_update(self, phase: str) -> StartWeightUpdate:
         if self._update is None:
@@ -439,7 +435,7 @@ class Pushes:
             raise refusal("invalid-request", found, "transport")
 
     def _check_version(self, version: int) -> None:
-        """A version comes once; again only to replicas without it, or after a broken push."""
+        """Raise unless the version is new, or needed again (a rebuilt replica, a failed push)."""
         if self.state == "UPDATING":
             raise refusal("weight-update-order", "a push is in progress already", "version")
         behind = any(e.weights_version != self.version for e in self._engines.all())
@@ -453,10 +449,10 @@ class Pushes:
 
 
 def open_tcp_store(init: InitCommunicator) -> TCPStore:
-    """Return a store on exactly `host:port`, open as long as the object lives; blocking.
+    """Return a store on exactly `host:port`, which closes with the object; blocking.
 
-    Raises the `group-port-taken` problem if the port is not free, `invalid-request` if the address
-    is none of this machine, `weight-transfer-timeout` if the time is too short to open it.
+    Raises the `group-port-taken` problem for a used port, `invalid-request` for an address of
+    another machine, `weight-transfer-timeout` after `timeout_s`.
     """
     listener = _listen(init)
     try:
@@ -492,10 +488,10 @@ def _listen(init: InitCommunicator) -> socket.socket:
 
 
 def write_adapter(root: Path, content: bytes, expected: Mapping[str, list[int]]) -> Path:
-    """Write peft's two files of an adapter to a new folder below `root`, and return that.
+    """Write peft's two files of an adapter to a new folder below `root`; return the folder.
 
-    Raises the `adapter-refused` problem for content that is no safetensors of an adapter for
-    `expected` (`manifest.checkpoint_parameters`).
+    expected: `manifest.checkpoint_parameters`. Raises the `adapter-refused` problem for content
+    that is no valid adapter in safetensors format.
     """
     try:
         length = int.from_bytes(content[:8], "little")

@@ -62,7 +62,7 @@ def test_a_gpu_in_use_is_refused_and_its_users_are_named() -> None:
 @pytest.mark.req("SRV-04")
 def test_a_gpu_with_memory_of_unknown_processes_is_refused() -> None:
     hidden = GpuUse(parse_gpus(GPUS), [])
-    assert "41.0 GiB of GPU 1" in refused([1], hidden).found
+    assert "(41.0 GiB of 79.6 GiB)" in refused([1], hidden).found
     assert "cannot be seen" in refused([1], hidden).found
     check_unused([0], hidden)
     check_unused([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB, 81559)], []))

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from learner.data.images import Looks
+from learner.data.images import ImageResults
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.matching import mask_iou
@@ -59,7 +59,7 @@ def covers_a_pixel(shape: Shape) -> bool:
     return mask_iou(shape, shape, 256) > 0
 
 
-def unwatched(looks: Looks, count: int) -> Looks:
+def unwatched(looks: ImageResults, count: int) -> ImageResults:
     return looks
 
 

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 from learner.commands.config import check
 from learner.config import dump_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.order import BadSampleLog, StandIns
+from learner.data.order import BadSampleLog, ReplacedSamples
 from learner.data.toy import ToyData
 from learner.models.prompts import PromptEncoder
 from learner.operate.eval_plan import plan_evaluation
@@ -192,13 +192,13 @@ def samples(count: int) -> list[Sample]:
 
 def stand_ins(
     of: Sequence[Sample], bad: set[str], seed: int = 0, noted: list[ContractError] | None = None
-) -> StandIns:
+) -> ReplacedSamples:
     """bad: ids of bad samples. They are looked at when they are taken."""
 
     def look(sample: Sample) -> ContractError | None:
         return ContractError(sample.sample_id, "bad", "") if sample.sample_id in bad else None
 
-    return StandIns(of, {}, seed, look, (noted if noted is not None else []).append)
+    return ReplacedSamples(of, {}, seed, look, (noted if noted is not None else []).append)
 
 
 def test_good_samples_keep_their_places_and_replacements_are_spread() -> None:
@@ -210,8 +210,8 @@ def test_good_samples_keep_their_places_and_replacements_are_spread() -> None:
     assert [*got[:50], *got[100:]] == every[:50] + every[100:]
     assert not bad & {sample.sample_id for sample in got}
     assert len({sample.sample_id for sample in got[50:100]}) > 30
-    assert taken.take_count() == 50
-    assert taken.take_count() == 0
+    assert taken.take_replaced() == 50
+    assert taken.take_replaced() == 0
     assert {fault.where for fault in noted} == bad
     assert len(noted) == 50
 

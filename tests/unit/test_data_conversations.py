@@ -173,7 +173,7 @@ def test_boxes_of_images_that_cannot_be_read_are_no_evidence(folder: Path) -> No
 def test_a_scale_that_cannot_be_found_is_asked_for(tmp_path: Path) -> None:
     paint(tmp_path / "a.png", (1000, 1000))
     record = {"image": "a.png", "objects": [{"bbox_2d": [1, 2, 300, 400], "label": "cat"}]}
-    with pytest.raises(ContractError, match="1 boxes do as pixels and as parts") as caught:
+    with pytest.raises(ContractError, match="1 boxes fit as pixels and as parts") as caught:
         converted(tmp_path, record)
     assert caught.value.where == "--scale"
 

@@ -12,7 +12,13 @@ import pytest
 from PIL import Image
 from vllm.multimodal.image import convert_image_mode
 
-from learner.data.images import UnreadableImage, look_at, look_at_header, open_upright, upright
+from learner.data.images import (
+    UnreadableImage,
+    inspect_image,
+    inspect_header,
+    open_upright,
+    upright,
+)
 from rollout_server.runtime.refusals import BadRequest
 from rollout_server.serving.media import ImageSource, decode_image
 
@@ -132,7 +138,7 @@ def test_16_bits_with_a_transparent_colour_are_refused(
     path = tmp_path / "image"
     path.write_bytes(content)
     why = f"has 16 bits a value and the transparent colour {shown}"
-    for look in (open_upright, look_at, look_at_header):
+    for look in (open_upright, inspect_image, inspect_header):
         with pytest.raises(UnreadableImage) as ours:
             look(path)
         assert str(ours.value) == why
@@ -178,5 +184,5 @@ def test_png_header_shows_the_size_of_the_upright_image(
     assert seen(content).shape == (16, 8, 3)
     path = tmp_path / "image.png"
     path.write_bytes(content)
-    assert look_at_header(path)[:2] == look_at(path)[:2] == ((8, 16), True)
+    assert inspect_header(path)[:2] == inspect_image(path)[:2] == ((8, 16), True)
     assert open_upright(path).size == (8, 16)

@@ -21,7 +21,7 @@ from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.init import InitOptions, Lengths, Writer, choose, init
+from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.checkpoint_checks import coordinate_ids
@@ -240,10 +240,10 @@ def test_smallest_change_that_fits_is_chosen(
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
-            choose(writer, [], lengths, console, count)
+            choose_shape(writer, [], lengths, console, count)
         assert "GiB" in caught.value.found
         return
-    found = choose(writer, [], lengths, console, count)
+    found = choose_shape(writer, [], lengths, console, count)
     assert str(found).startswith(chosen)
     config = writer.config(found, lengths)
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
@@ -259,7 +259,7 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
     """A learner of 45 GiB does not fit beside a server that needs 40 GiB."""
     writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=1)
     count, lengths = Counted(counted, 45, 0, served=40, moments=2 / 3), Lengths(10, 20, 320)
-    found = choose(writer, [], lengths, Console(quiet=True), count)
+    found = choose_shape(writer, [], lengths, Console(quiet=True), count)
     assert (found.offload, found.share) == ("optimizer", 0.7)
     offload = writer.config(found, lengths).rollout_matching.offload
     assert offload.enabled

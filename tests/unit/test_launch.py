@@ -118,7 +118,7 @@ def at(*base_urls: str, ports: list[int] | None = None) -> list[ServerAddress]:
     ("url", "part"),
     [
         ("http://192.0.2.7:8000", "Cannot assign requested address"),
-        ("http://no-such-host.invalid:8000", "cannot be listened at"),
+        ("http://no-such-host.invalid:8000", "cannot be bound"),
         ("https://127.0.0.1:8000", "no plain http"),
         ("http://127.0.0.1:8000/prefix", "has a path"),
     ],
@@ -140,7 +140,7 @@ def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPa
         addresses_here(at(server.base_url))
     assert server.calls == []
     (error,) = caught.value.errors
-    assert "cannot be listened at (Address already in use)" in error.found
+    assert "cannot be bound (Address already in use)" in error.found
     assert "For servers that run already" in error.do
 
 

@@ -17,7 +17,7 @@ from learner.runs.rollout_log import LoggedAnswer, LoggedObject
 from learner.stages.matching import IOU_THRESHOLDS
 from learner.types import normalized
 
-# The largest area of each size in square pixels, as COCO has them.
+# Largest area of each size in square pixels, as in COCO.
 SIZES = {"small": 32**2, "medium": 96**2, "large": inf}
 
 
@@ -27,17 +27,16 @@ Row = dict[str, Any]
 def breakdown(
     answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
 ) -> dict[str, list[Row]]:
-    """The rows of each part, for JSON. A score is None where it would divide by zero.
+    """Return the rows of each part, for JSON. A score is None for a division by zero.
 
-    descriptions: by name. f1_95: with hits from IoU 0.95. f1_miou: the mean over
-    `IOU_THRESHOLDS`. ap, ap50: COCO's AP of boxes; None without ground truth.
-    thresholds: all objects, with hits from IoU 0.50 to 0.95.
-    sizes: small, medium and large ground truths, the predictions that hit them, and other
-    predictions of the size.
-    confusion: every pair of descriptions, the most frequent first. truth: None for predictions
-    where no object is. predicted: None for missed objects. Pairs of equal names are the hits; the
-    others are paired by place alone. Every ground truth and every judged prediction is in one
-    pair.
+    descriptions: by name. f1_95: F1 at IoU 0.95. f1_miou: mean F1 over `IOU_THRESHOLDS`. ap, ap50:
+    COCO's AP of boxes; None without ground truth.
+    thresholds: all objects, at each of `IOU_THRESHOLDS`.
+    sizes: small, medium and large ground truths; a hit has the size of its ground truth, another
+    prediction its own.
+    confusion: pairs of descriptions, the most frequent first. truth: None for false positives.
+    predicted: None for missed objects. Pairs with equal names are hits; other pairs are matched by
+    location only. Each ground truth and each judged prediction is in one pair.
 
     categories: the AP of each description by boxes, as in `Detected`.
     """
@@ -52,7 +51,7 @@ def breakdown(
 
 
 def _counts(hits: int, predicted: int, ground_truths: int) -> Row:
-    """Counts of some of the objects, and their scores."""
+    """Return counts with their precision, recall and F1."""
     both = predicted + ground_truths
     return {
         "hits": hits,
@@ -68,7 +67,7 @@ NamedPair = tuple[str | None, str | None]
 
 
 def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
-    """(truth, predicted) of every judged object, paired or alone."""
+    """Yield (truth, predicted) for every pair, missed object and false positive."""
     truths = [normalized(item.desc) for item in answer.ground_truth]
     predicted = [normalized(item.desc) for item in answer.parse.objects]
     yield from ((truths[g], predicted[p]) for p, g in answer.match.pairs)
@@ -132,6 +131,6 @@ def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[Row]:
 
 
 def _size(item: LoggedObject, answer: LoggedAnswer) -> str:
-    """An area on a border has the smaller size."""
+    """Return the size of an object; an area equal to a limit belongs to the smaller size."""
     area = pixel_area(item.shape, answer.width, answer.height)
     return next(size for size, most in SIZES.items() if area <= most)

@@ -2,10 +2,10 @@
 
     answers of both -> counts of each sample -> totals of resampled samples -> intervals
 
-An interval is that of the paired bootstrap (Efron and Tibshirani, 1993, chapter 13; Koehn, 2004,
+Intervals are those of the paired bootstrap (Efron and Tibshirani, 1993, chapter 13; Koehn, 2004,
 for pairs): a draw takes samples with replacement, the same ones for both evaluations. The interval
-holds the middle 95 % of the differences of all draws. It covers the choice of the samples, and not
-the seed of a training.
+is the middle 95 % of the differences of all draws. It covers the choice of samples, but not the
+seed of a training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from shared_contracts.errors import ContractError
 
 DRAWS = 2000
 INTERVAL_PERCENT = (2.5, 97.5)
-# Draws at a time: (draws, samples) counts are in memory.
+# Draws per chunk, to bound the memory of (draws, samples) counts.
 _AT_ONCE = 50
 
 Array = npt.NDArray[np.float64]
@@ -55,9 +55,9 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Path, second: Path, seed: int = 0) -> "Comparison":
-        """Each is an evaluation's folder, its answers, or a run folder with evaluations.
+        """Compare two evaluations: folders, answer files, or run folders with evaluations.
 
-        Raises ContractError where there are no answers, or where they are to other samples.
+        Raises ContractError for missing answers, or answers to different samples.
         """
         files = (find_answers(first), find_answers(second))
         sides = [{_place(answer): answer for answer in read_answers(file)} for file in files]
@@ -66,23 +66,23 @@ class Comparison:
         return cls(*files, len(rows[0]), tuple(compare(rows[0], rows[1], seed)))
 
     def numbers(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all numbers, for JSON."""
         scores = [asdict(each) for each in self.scores]
         paths = {"first": str(self.first), "second": str(self.second)}
         return {**paths, "samples": self.samples, "draws": DRAWS, "scores": scores}
 
 
 def find_answers(path: Path) -> Path:
-    """The answers of an evaluation, or of the newest one of a run.
+    """Return the answer file of an evaluation, or of a run's newest evaluation.
 
-    Raises ContractError where there are none.
+    Raises ContractError if there is none.
     """
     if path.is_file():
         return path
     if (path / ANSWERS).is_file():
         return path / ANSWERS
-    found = (path / EVALUATIONS).glob(f"*/{ANSWERS}")
-    if newest := max(found, key=lambda file: file.stat().st_mtime, default=None):
+    files = (path / EVALUATIONS).glob(f"*/{ANSWERS}")
+    if newest := max(files, key=lambda file: file.stat().st_mtime, default=None):
         return newest
     raise ContractError(
         str(path),
@@ -92,7 +92,7 @@ def find_answers(path: Path) -> Path:
 
 
 def _place(answer: ScoredAnswer) -> str:
-    """File and line of a sample; the folder of the data may be another on another machine."""
+    """Return file name and line of a sample, without the folder, which may differ."""
     return Path(answer.sample_id).name
 
 
@@ -116,7 +116,7 @@ def _require_same_samples(
 def compare(
     first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer], seed: int
 ) -> Iterator[Compared]:
-    """Every score. first, second: answers to the same samples in the same order."""
+    """Yield every compared score. first, second: answers to the same samples in the same order."""
     sides = (_counts(first), _counts(second))
     whole = [{name: counts.sum(axis=0) for name, counts in side.items()} for side in sides]
     drawn = [_resampled(side, seed) for side in sides]
@@ -127,7 +127,7 @@ def compare(
 
 
 def _resampled(counts: Totals, seed: int) -> Totals:
-    """Totals (draws,) of resampled samples; equal seeds draw the same samples."""
+    """Return totals (draws,) of resampled samples; equal seeds draw the same samples."""
     rng, samples = np.random.default_rng(seed), len(counts["answers"])
     parts: list[Totals] = []
     for _ in range(DRAWS // _AT_ONCE):
@@ -137,7 +137,7 @@ def _resampled(counts: Totals, seed: int) -> Totals:
 
 
 def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
-    """Counts of each sample."""
+    """Return the counts of each sample, (samples, ...) by name."""
     counts = {
         "answers": [1 for _ in answers],
         "predicted": [answer.counted for answer in answers],
@@ -179,7 +179,7 @@ SCORES: dict[str, Callable[[Totals], Array]] = {
 
 
 def comparison_table(found: Comparison) -> Table:
-    """A row for each score; a star where the interval does not hold 0."""
+    """Return a row for each score, with a star if its interval does not contain 0."""
     rows = []
     for each in found.scores:
         interval = f"{each.low:+.3f} .. {each.high:+.3f}"

@@ -4,18 +4,18 @@
             -> Detected    the numbers of pycocotools
 
 With log-probabilities (`rollout_matching.logprobs`) the score of a detection is the confidence of
-its box (LOGP-01). Without them every detection has the score 1. pycocotools then ranks detections
-by image, in the order of the data file. Only the end of its curve has a meaning, which is precision
-and recall of all answers. AP is about their product, averaged over IoU thresholds. Compare AP only
-among answers that are ranked in the same way. Precision, recall and F1 depend on no order.
+its box (LOGP-01). Without them all scores are 1, and pycocotools ranks detections in the order of
+the data file. Then only the end of the precision-recall curve has a meaning, and AP is about
+precision times recall, averaged over IoU thresholds. Compare AP only between equal rankings.
+Precision, recall and F1 do not depend on the ranking.
 
-Categories are descriptions in Unicode NFC, of ground truths and of predictions. AP does not count a
-category that only predictions have, because COCO averages over categories with ground truth. Such a
-prediction costs the recall of the object at its place.
+Categories are descriptions in Unicode NFC, of ground truths and of predictions. COCO averages over
+categories with ground truth, so AP ignores other predicted categories; such a prediction reduces
+the recall of the object that it misnames.
 
 With LVIS's lists in the data, the protocol is that of LVIS (Gupta, Dollar and Girshick, CVPR 2019):
-detections of a category count in images that show it or whose list excludes it. If an image was not
-annotated exhaustively for a category, detections without an object are ignored.
+detections of a category count in images that show it or whose list excludes it. Detections without
+an object are ignored in images that are not annotated exhaustively for their category.
 """
 
 from collections import defaultdict
@@ -39,15 +39,14 @@ from learner.runs.rollout_log import LoggedAnswer, LoggedObject
 from learner.types import GroundTruthObject, ParsedObject, Sample, normalized
 
 SCORE = 1.0
-# LVIS's limit of detections, of all categories.
+# LVIS's limit of detections in an image, over all categories.
 _OF_AN_IMAGE = 300
 
-# What overlaps: boxes, or masks.
 Overlap = Literal["bbox", "segm"]
 
 
 def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float | None:
-    """Geometric mean of the probabilities of the coordinate tokens, 0 to 1.
+    """Return the geometric mean of the probabilities of the coordinate tokens, 0 to 1.
 
     The mean does not depend on the number of tokens (length-normalised likelihood; Malinin and
     Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
@@ -61,13 +60,13 @@ def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float |
 
 @dataclass(frozen=True)
 class CocoFiles:
-    """Ground truth and detections in pixels, as `pycocotools` reads them.
+    """Ground truth and detections in pixels, for `pycocotools`.
 
     ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
-    detections: for its `loadRes`, with ids, as FiftyOne documents.
-    polygons: every object has a `segmentation`; a box has its four corners.
+    detections: for its `loadRes`; with ids, for FiftyOne.
+    polygons: every object has a `segmentation`; that of a box is its four corners.
     ranked: scores are confidences; else all scores are 1.
-    federated: an image has LVIS's lists; `ground_truth` then has them for all.
+    federated: any image has LVIS's lists; then `ground_truth` has them for all images.
     """
 
     ground_truth: dict[str, Any]
@@ -80,7 +79,7 @@ class CocoFiles:
     def of(
         cls, answers: Sequence[LoggedAnswer], image_root: Path, *, polygons: bool
     ) -> "CocoFiles":
-        """polygons: false in the two-channel variant. Image files are named from `image_root`."""
+        """Convert answers. polygons: False in the two-channel variant. image_root: of names."""
         in_order = sorted(answers, key=data_order)
         samples = [_with_objects(answer, answer.ground_truth) for answer in in_order]
         answered = [_with_objects(answer, answer.parse.objects) for answer in in_order]
@@ -90,7 +89,7 @@ class CocoFiles:
         truth = (to_lvis if federated else to_coco)(samples, image_root, behind=names.values())
         ids = {category["name"]: category["id"] for category in truth["categories"]}
         scores = [item.confidence for answer in in_order for item in answer.parse.objects]
-        # In one list with confidences, the score 1 would rank first.
+        # Constant scores would rank above confidences, so they are not mixed.
         ranked = bool(scores) and None not in scores
         if not ranked:
             scores = [SCORE] * len(scores)
@@ -119,13 +118,13 @@ class CocoFiles:
 
 
 def data_order(answer: LoggedAnswer) -> tuple[str, int]:
-    """Sort key of the order in the data file; sample ids are `file:line`."""
+    """Return a sort key for the order of the data file; sample ids are `file:line`."""
     file, _, line = answer.sample_id.rpartition(":")
     return file, int(line) if line.isdecimal() else 0
 
 
 def _with_objects(answer: LoggedAnswer, objects: Sequence[LoggedObject]) -> Sample:
-    """The sample of an answer with other objects."""
+    """Return the sample of an answer with other objects."""
     named = tuple(GroundTruthObject(normalized(o.desc), o.shape) for o in objects)
     return replace(answer.sample, objects=named)
 
@@ -137,10 +136,10 @@ def _corners(bbox: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """COCO's summary, of at most 100 detections per category and image; LVIS's of 300 per image.
+    """COCO's summary for 100 detections per category and image; LVIS's for 300 per image.
 
     ap: over IoU 0.50 to 0.95. ap_small, ap_medium, ap_large: of areas to 32^2, to 96^2 and above,
-    in pixels. ar: recall, averaged over the same IoUs. None without such ground truth.
+    in square pixels. ar: recall, averaged over the same IoUs. None without such ground truth.
     """
 
     ap: float | None
@@ -152,15 +151,15 @@ class AveragePrecision:
     ar: float | None
 
 
-# `precision` (IoU, recall, category, area, detections) and `recall` (without the second axis) of
-# pycocotools, -1 without ground truth. Areas are any, small, medium, large. The last number of
-# detections is the largest one.
+# pycocotools' `precision` (IoU, recall, category, area, detections) and `recall` (IoU, category,
+# area, detections); -1 without ground truth. Areas: all, small, medium, large. The last index of
+# `detections` is the largest limit.
 Curves = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CategoryPrecision:
-    """The numbers of one description; None without ground truth."""
+    """Average precision of one description; None without ground truth."""
 
     name: str
     ground_truths: int
@@ -172,10 +171,10 @@ class CategoryPrecision:
 
 @dataclass(frozen=True)
 class Detected:
-    """The numbers by one kind of overlap.
+    """Average precision by one kind of overlap.
 
-    objects: means over the categories. alone: all descriptions as one category.
-    categories: in the order of their ids.
+    objects: means over the categories. alone: with all descriptions as one category.
+    categories: ordered by id.
     """
 
     objects: AveragePrecision
@@ -184,16 +183,16 @@ class Detected:
 
 
 def detect(files: CocoFiles) -> dict[Overlap, Detected]:
-    """Score the detections: by boxes and, where there are polygons, by masks as well."""
+    """Score the detections by boxes and, with polygons, also by masks."""
     kinds: tuple[Overlap, ...] = ("bbox", "segm") if files.polygons else ("bbox",)
-    with redirect_stdout(StringIO()):  # pycocotools prints whatever it does
+    with redirect_stdout(StringIO()):  # pycocotools prints its progress
         truth, found = _loaded(files)
         most = [_OF_AN_IMAGE] if files.federated else [1, 10, 100]
         return {kind: _detected(truth, found, kind, most) for kind in kinds}
 
 
 def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
-    """The metrics of an evaluation, without those that have no ground truth."""
+    """Return the metrics of an evaluation, without those that have no ground truth."""
     boxes = detected["bbox"]
     values = {f"eval/{name}": value for name, value in asdict(boxes.objects).items()}
     values |= {"eval/box_ap": boxes.alone.ap, "eval/box_ap50": boxes.alone.ap50}
@@ -207,7 +206,7 @@ def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
 
 
 def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
-    """Copies, because pycocotools changes its arguments."""
+    """Return ground truth and detections from copies, because pycocotools changes its arguments."""
     truth = _coco(deepcopy(files.ground_truth))
     found = list(_decided(files, truth)) if files.federated else files.detections
     if found:
@@ -216,7 +215,7 @@ def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
 
 
 def _decided(files: CocoFiles, truth: COCO) -> Iterator[dict[str, Any]]:
-    """LVIS: the first 300 detections of an image, of the categories that it shows or excludes."""
+    """Yield the first 300 detections of each image, of categories that it shows or excludes."""
     of_image = defaultdict(list)
     for found in files.detections:
         of_image[found["image_id"]].append(found)
@@ -235,7 +234,7 @@ def _coco(dataset: dict[str, Any]) -> COCO:
 
 
 def _detected(truth: COCO, found: COCO, kind: Overlap, most: list[int]) -> Detected:
-    """most: numbers of detections of a category and image, ascending."""
+    """Evaluate one kind of overlap. most: limits of detections per image, ascending."""
     scored = COCOeval(truth, found, kind)
     scored.params.maxDets, scored.params.useCats = most, 0
     alone = _means([_curves(scored)])
@@ -246,9 +245,9 @@ def _detected(truth: COCO, found: COCO, kind: Overlap, most: list[int]) -> Detec
 
 
 def _of_category(scored: COCOeval, category: int) -> Curves:
-    """The curves of one description over the images that have it.
+    """Return the curves of one description, over the images that contain it.
 
-    With thousands of descriptions, pycocotools would visit every image for each of them.
+    pycocotools itself visits every image for each description, which is slow for thousands.
     """
     truth, found = scored.cocoGt.catToImgs, scored.cocoDt.catToImgs
     images = {*truth[category], *found.get(category, ())}
@@ -257,7 +256,7 @@ def _of_category(scored: COCOeval, category: int) -> Curves:
 
 
 def _curves(scored: COCOeval) -> Curves:
-    """Evaluate the categories and images of `scored.params`; with LVIS's lists by its protocol."""
+    """Evaluate the categories and images of `scored.params`; LVIS's lists select its protocol."""
     scored.evaluate()
     for found in scored.evalImgs:
         if found is None:
@@ -271,7 +270,7 @@ def _curves(scored: COCOeval) -> Curves:
 
 
 def _means(of_each: Sequence[Curves]) -> AveragePrecision:
-    """Means over the categories with ground truth, as in pycocotools."""
+    """Return means over the categories with ground truth, as in pycocotools."""
     if not of_each:
         return AveragePrecision(*[None] * 7)
     precision = np.concatenate([each["precision"] for each in of_each], axis=2)[..., -1]
@@ -285,7 +284,7 @@ def _means(of_each: Sequence[Curves]) -> AveragePrecision:
 def _by_category(
     truth: COCO, found: COCO, of_each: Mapping[int, Curves]
 ) -> Iterator[CategoryPrecision]:
-    """`catToImgs` has an entry for each object."""
+    """Yield the numbers of each category; `catToImgs` has an entry for each object."""
     for category, named in truth.cats.items():
         precision = recall = np.empty(0)
         if curves := of_each.get(category):
@@ -302,6 +301,6 @@ def _by_category(
 
 
 def _mean(values: Any) -> float | None:
-    """The mean without -1, which pycocotools has where there is no ground truth."""
-    there = values[values > -1]
-    return float(np.mean(there)) if there.size else None
+    """Return the mean without -1, pycocotools' value without ground truth; None if empty."""
+    valid = values[values > -1]
+    return float(np.mean(valid)) if valid.size else None

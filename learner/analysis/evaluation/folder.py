@@ -2,8 +2,8 @@
 
     coco_gt.json        ground truth, for `pycocotools.coco.COCO`
     coco_preds.json     detections, for its `loadRes`
-    gt_vs_pred.jsonl    a line for each sample: the answer, its matches and its own scores
-    scores.json         every number, with its data and checkpoint
+    gt_vs_pred.jsonl    a line for each sample: the answer, its matches and its scores
+    scores.json         all scores, with data and checkpoint
     report.html         the scores as tables, and the answers as pictures, the worst first
 
 In a run folder these folders are in `evaluations`: the run itself writes `step_000120` after 120
@@ -60,7 +60,7 @@ class Scored:
 
     @classmethod
     def of(cls, answers: Iterable[ScoredAnswer], data: Path, *, polygons: bool) -> "Scored":
-        """data: the file of the samples; image names are relative to its folder."""
+        """Score the answers. data: the file of the samples; image names start at its folder."""
         in_order = sorted(answers, key=data_order)
         files = CocoFiles.of(in_order, data.parent, polygons=polygons)
         detected = detect(files)
@@ -68,7 +68,7 @@ class Scored:
         return cls(in_order, Scores.of(in_order), files, detected, parts)
 
     def numbers(self) -> dict[str, Any]:
-        """For `scores.json`; null without ground truth."""
+        """Return the scores of `scores.json`; None without ground truth."""
         return {
             "answers": {
                 "count": len(self.answers),
@@ -89,11 +89,11 @@ class Scored:
 
 
 def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
-    """Write the free folder `out` atomically.
+    """Write the folder `out`, which must not exist, atomically.
 
-    facts: data, checkpoint and settings, for `scores.json`; the page shows those that are text.
+    facts: data, checkpoint and settings, for `scores.json`; the page shows text values only.
 
-    Raises RunError when the disk is full.
+    Raises RunError if the disk is full.
     """
     lines = [answer.model_dump_json() + "\n" for answer in scored.answers]
     numbers = scored.numbers()
@@ -107,13 +107,13 @@ def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> Non
 
 
 def read_answers(path: Path) -> list[ScoredAnswer]:
-    """The lines of `gt_vs_pred.jsonl`, or of such a file in a folder.
+    """Read a `gt_vs_pred.jsonl`, or that of a folder.
 
-    Raises ContractError for a missing or another file.
+    Raises ContractError for a missing or invalid file.
     """
     file = path / ANSWERS if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # text may hold other line ends
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # not splitlines: U+2028 in text
         return [ScoredAnswer.model_validate_json(line) for line in lines]
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
@@ -128,7 +128,7 @@ def read_answers(path: Path) -> list[ScoredAnswer]:
 class EvaluationLog:
     """The evaluations of a run; process 0 scores the answers of all processes.
 
-    folder: of the run. data: the file of the samples. facts: of every evaluation, for
+    folder: of the run. data: the file of the samples. facts: common to all evaluations, for
     `write_evaluation`. save: keep the answers.
     """
 
@@ -140,9 +140,9 @@ class EvaluationLog:
     peers: Peers = SINGLE_PROCESS
 
     def finish(self, step: int, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
-        """The metrics of average precision over the answers of all processes.
+        """Return the metrics of average precision over the answers of all processes.
 
-        Every process calls it. step: optimizer steps that were made.
+        Every process calls it. step: number of finished optimizer steps.
         """
         parts = self.peers.all_gather(lambda: [answer.model_dump_json() for answer in answers])
 
@@ -156,14 +156,14 @@ class EvaluationLog:
         return broadcast_from_rank0(self.peers, finished)
 
     def _keep(self, step: int, scored: Scored) -> None:
-        """Raises RunError when the disk is full; any other failure is a warning."""
+        """Write the evaluation folder. Raises RunError if the disk is full; else only warns."""
         out = self.folder / EVALUATIONS / f"step_{step:06d}"
         shutil.rmtree(out, ignore_errors=True)
         try:
             write_evaluation(out, scored, {"step": step, **self.facts})
         except RunError:
             raise
-        except Exception as problem:  # noqa: BLE001  # a run does not end because of its pages
+        except Exception as problem:  # noqa: BLE001  # pages must not end a run
             reason = error_text(problem)
             _LOG.warning("the answers of the evaluation %s are not kept: %s", out, reason)
 

@@ -2,16 +2,17 @@
 
 Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores
 
-A hit is a prediction and a ground truth of the same description (in Unicode NFC) with an IoU of at
-least 0.5. The IoU of two boxes is exact. If one of them is a polygon, it is the IoU of both masks
-on a canvas of `matching.maskiou_resolution`. An object is in one hit at most. Of all pairings the
-one with the most hits counts; of several, the one with the largest sum of IoUs. F1@mIoU is the mean
-of the F1 at `IOU_THRESHOLDS` (Rex-Omni, arXiv 2510.12798).
+A hit is a prediction and a ground truth with the same description (in Unicode NFC) and an IoU of
+at least 0.5. The IoU of two boxes is exact; that with a polygon is the IoU of both masks on a
+canvas of `matching.maskiou_resolution`. An object is in at most one hit. The pairing maximizes the
+number of hits, then the sum of IoUs. F1@mIoU is the mean of the F1 at `IOU_THRESHOLDS` (Rex-Omni,
+arXiv 2510.12798).
 
-With LVIS's lists (Gupta, Dollar and Girshick, CVPR 2019), a prediction is unjudged if the lists do
-not say whether such an object exists and it is no hit at IoU 0.5. Precision and F1 ignore it.
+With LVIS's lists (Gupta, Dollar and Girshick, CVPR 2019), a prediction is unjudged if it is no hit
+at IoU 0.5 and the lists do not decide whether such an object exists. Precision and F1 ignore it.
 
-In training (`learner.stages.matching`) descriptions do not matter, and boxes are rasterized.
+In contrast, matching in training (`learner.stages.matching`) ignores descriptions and rasterizes
+boxes.
 """
 
 from collections import Counter
@@ -52,9 +53,9 @@ from learner.types import (
 )
 
 IOU_THRESHOLD = IOU_THRESHOLDS[0]
-# IoU from which an object repeats an earlier one of its description (EVAL-02).
+# Smallest IoU of a duplicate with an earlier object of its description (EVAL-02).
 DUPLICATE_IOU = 0.9
-# Share of the image from which an object without a hit is oversized (EVAL-02).
+# Smallest share of the image of an oversized object (EVAL-02).
 OVERSIZED_SHARE = 0.95
 
 BoolArray = npt.NDArray[np.bool_]
@@ -64,14 +65,14 @@ Described = ParsedObject | GroundTruthObject
 
 
 class ScoredAnswer(LoggedAnswer):
-    """An answer with its matches at IoU 0.5 and its own scores.
+    """An answer with its matches at IoU 0.5 and its scores.
 
-    match: the hits, and the most pairs of the other objects by place alone.
-    hits: matched objects of the right description. hits_at: the most hits at each of
-    `IOU_THRESHOLDS`. hits_of: hits_at by description (in Unicode NFC), without those of 0.
-    located: the most pairs if descriptions are ignored.
-    duplicates: predictions that repeat an earlier one. oversized: judged predictions of the whole
-    image without a hit.
+    match: the hits, and a maximum matching of the other objects by location only.
+    hits: pairs with equal descriptions. hits_at: maximum hits at each of `IOU_THRESHOLDS`.
+    hits_of: hits_at by description (in Unicode NFC), without descriptions that have none.
+    located: maximum pairs with descriptions ignored.
+    duplicates: predictions that repeat an earlier one. oversized: judged predictions of nearly the
+    whole image without a hit.
     precision: hits / judged predictions; recall: hits / ground truths; None for a division by zero.
     f1: as in `f1_of`.
     """
@@ -88,10 +89,7 @@ class ScoredAnswer(LoggedAnswer):
 
     @classmethod
     def scored(cls, assessed: AssessedRollout, resolution: int) -> "ScoredAnswer":
-        """assessed: by `assess_by_name`, with the IoU of every pair.
-
-        resolution: of the canvas for pairs with a polygon.
-        """
+        """Score an answer. assessed: of `assess_by_name`. resolution: canvas side for polygons."""
         answer = LoggedAnswer.of(assessed)
         predicted, truths = assessed.parsed.objects, assessed.sample.objects
         iou, parse, match = assessed.match.mask_iou, answer.parse, answer.match
@@ -181,7 +179,7 @@ class Scores:
 
     @property
     def box_precision(self) -> float:
-        """Precision by place alone: the pairing ignores descriptions, too."""
+        """Precision by location: the pairing ignores descriptions, too."""
         return self.located / max(self.predicted, 1)
 
     @property
@@ -237,9 +235,9 @@ def evaluate(
 ) -> Evaluation:
     """Roll out every sample with the newest pushed weights, and score the answers.
 
-    log_calls: takes the record of the calls.
-    allow_poly: false in the two-channel variant, where a polygon is no prediction.
-    resolution: of the canvas for pairs with a polygon.
+    log_calls: receives the record of the calls.
+    allow_poly: False in the two-channel variant, which drops predicted polygons.
+    resolution: canvas side for pairs with a polygon.
     answers: the format of the answers.
     """
     try:
@@ -259,9 +257,8 @@ def evaluate(
 
 
 def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
-    """Scores, and metrics of the calls, as they are logged: every key under `eval/`."""
-    taken = {f"eval/{key}": value for key, value in notes.metrics().items()}
-    return scores.metrics() | taken
+    """Return scores and metrics of the calls for the log: all keys start with `eval/`."""
+    return scores.metrics() | {f"eval/{key}": value for key, value in notes.metrics().items()}
 
 
 def assess_by_name(
@@ -284,7 +281,7 @@ def match_named(
     resolution: int,
     lists: Mapping[str, Sequence[str]] | None = None,
 ) -> MatchResult:
-    """The most hits at IoU 0.5; then the most pairs of the other objects by place alone.
+    """Match the most hits at IoU 0.5; then the most pairs of the other objects by location only.
 
     lists: of LVIS, as in `Sample`. An unjudged prediction is neither paired nor a false positive.
     """
@@ -298,18 +295,18 @@ def match_named(
     for p, g in hits:
         near[p, :] = near[:, g] = False
     pairs = sorted(hits + most_pairs(iou, near))
-    paired, found = {p for p, _ in pairs}, {g for _, g in pairs}
+    paired, matched = {p for p, _ in pairs}, {g for _, g in pairs}
     return MatchResult(
         pairs=pairs,
         false_positives=[p for p in range(len(predicted)) if p not in paired | unjudged],
-        false_negatives=[g for g in range(len(truths)) if g not in found],
+        false_negatives=[g for g in range(len(truths)) if g not in matched],
         gated=int(np.count_nonzero(iou < IOU_THRESHOLD)),
         mask_iou=iou,
     )
 
 
 def _unjudged(assessed: AssessedRollout) -> list[int]:
-    """The predictions that are neither paired nor false positives."""
+    """Return the predictions that are neither paired nor false positives."""
     match = assessed.match
     judged = {p for p, _ in match.pairs} | {*match.false_positives}
     return [p for p in range(len(assessed.parsed.objects)) if p not in judged]
@@ -318,15 +315,15 @@ def _unjudged(assessed: AssessedRollout) -> list[int]:
 def _by_description(
     pairs_at: Sequence[Pairs], truths: Sequence[LoggedObject]
 ) -> dict[str, list[int]]:
-    """The hits of each description at each threshold."""
+    """Return the hits of each description at each threshold."""
     counts = [Counter(normalized(truths[g].desc) for _, g in pairs) for pairs in pairs_at]
     names = sorted(set().union(*counts))
     return {name: [count[name] for count in counts] for name in names}
 
 
 def _oversized(answer: LoggedAnswer) -> int:
-    """Judged objects of nearly the whole image without a hit (EVAL-02)."""
-    right = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
+    """Count judged objects of nearly the whole image without a hit (EVAL-02)."""
+    excluded = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
-    return sum(area >= most and p not in right for p, area in enumerate(areas))
+    return sum(area >= most and p not in excluded for p, area in enumerate(areas))

@@ -1,6 +1,6 @@
-"""A step rebuilt from its answers, and compared with its log stage by stage.
+"""Comparison of a rebuilt step with its log, stage by stage.
 
-The comparison ends with the first stage that differs, because all later stages follow from it.
+It ends with the first stage that differs, because later stages depend on it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ Stage = Literal["parse", "match", "target", "packs", "metrics"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 Path = tuple[str | int, ...]
-# The answers of a process, each with what was rebuilt of it.
+# (logged, rebuilt) for each answer of a process.
 Rebuilt = Sequence[tuple[StepAnswer, AssessedRollout]]
-# A value that one side does not have.
+# Marks a missing value.
 NOTHING = object()
 
 
@@ -38,7 +38,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two values differ. path: keys and indices. values: at that place."""
+    """The first difference of two values. path: keys and indices. values: at this path."""
 
     stage: Stage
     path: Path
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class StageResult:
-    """compared: answers, or numbers."""
+    """compared: number of compared answers or metrics."""
 
     compared: int
     differences: list[Difference]
@@ -61,7 +61,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A rebuilt step. stages: those that were compared."""
+    """A rebuilt step. stages: the compared ones."""
 
     logged: LoggedStep
     ranks: Sequence[Rebuilt]
@@ -73,7 +73,7 @@ class Replayed:
         return next((each for result in self.stages.values() for each in result.differences), None)
 
     def assessed(self, answer: StepAnswer) -> AssessedRollout:
-        """What was rebuilt of an answer."""
+        """Return the rebuilt form of an answer."""
         return next(assessed for own in self.ranks for each, assessed in own if each is answer)
 
 
@@ -96,7 +96,7 @@ def compare(step: LoggedStep, rebuilder: Rebuilder) -> Replayed:
 def _stages(
     step: LoggedStep, ranks: Sequence[Rebuilt], rebuilder: Rebuilder
 ) -> Iterator[tuple[Stage, list[Values]]]:
-    """The values of each stage; packs are made only if all stages before are identical."""
+    """Yield the values of each stage; the caller stops at a difference, before packs are made."""
     pairs = [(answer, LoggedAnswer.of(assessed)) for own in ranks for answer, assessed in own]
     yield (
         "parse",
@@ -113,7 +113,7 @@ def _stages(
     yield "packs", packs
     if step.metrics:
         rebuilt = payload.metrics()
-        # An earlier version logged neither faults of answers nor each counter that is 0.
+        # Earlier versions logged neither answer faults nor counters of 0.
         logged = {
             key: step.metrics.get(key, NOTHING if value and key not in _FAULTS else value)
             for key, value in rebuilt.items()
@@ -126,12 +126,12 @@ def _values(answer: StepAnswer, logged: Any, rebuilt: Any) -> Values:
 
 
 def _parse(answer: LoggedAnswer) -> dict[str, Any]:
-    """The parse without its fault: an earlier version logged none."""
+    """Return the parse without its fault, which earlier versions did not log."""
     return answer.parse.model_dump(exclude={"fault"})
 
 
 def _target(answer: LoggedAnswer) -> dict[str, Any]:
-    """The reward, and the target with all ids, wherever the log has them."""
+    """Return the reward and the target with all ids, if they exist."""
     whole: dict[str, Any] = {"supervised": answer.supervised, "left_out": answer.left_out}
     if answer.reward is not None:
         whole["reward"] = answer.reward._asdict()
@@ -149,7 +149,7 @@ def _target(answer: LoggedAnswer) -> dict[str, Any]:
 
 
 def _packs(own: Rebuilt, rebuilder: Rebuilder, payload: Payload) -> list[Values]:
-    """The places of the segments of one process; its counts go into `payload`."""
+    """Return the pack places of one process's segments; add its counts to `payload`."""
     answers, assessed = zip(*own, strict=True)
     try:
         packing, counts = rebuilder.packed(answers, assessed)
@@ -157,14 +157,14 @@ def _packs(own: Rebuilt, rebuilder: Rebuilder, payload: Payload) -> list[Values]
         logged = len({answer.segment.pack for answer in answers if answer.segment})
         return [Values(f"{logged} packs", error.found, answers[0].rank)]
     payload.merge(counts)
-    places = iter(packing.places)  # of all answers but those that are left out
+    places = iter(packing.places)  # of all answers with a target
     rebuilt = [None if each.target is None else asdict(next(places)) for each in assessed]
     segments = [None if each.segment is None else asdict(each.segment) for each in answers]
     return [_values(*values) for values in zip(answers, segments, rebuilt, strict=True)]
 
 
 def _differences(logged: Any, rebuilt: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """(path, logged, rebuilt) of each differing value of two JSON values, in order."""
+    """Yield (path, logged, rebuilt) for each difference of two JSON values, in order."""
     if isinstance(logged, list | tuple) and isinstance(rebuilt, list | tuple):
         logged, rebuilt = dict(enumerate(logged)), dict(enumerate(rebuilt))
     if not (isinstance(logged, dict) and isinstance(rebuilt, dict)):

@@ -1,4 +1,4 @@
-"""The logged steps of a run, and the functions of training that rebuild them from their answers."""
+"""Logged steps of a run, and their reconstruction by the functions of training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from shared_contracts.adapters import folder_with
 from shared_contracts.errors import ContractError
 
 TOKENIZER = "tokenizer.json"
-# So many steps, or samples, are listed whole.
+# Longest list of steps or samples without an ellipsis.
 _LISTED = 8
 
 
 def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
-    """The folder with the tokenizer of a run: `given`, else that of its model or a checkpoint.
+    """Return the folder with a run's tokenizer: `given`, else that of its model or a checkpoint.
 
-    Raises ContractError where no folder has it, with the problem of each folder.
+    Raises ContractError, with the problem of each folder, if none has it.
     """
     wanted = run.facts().get("tokenizer_sha256")
     if wanted is None:
@@ -41,25 +41,25 @@ def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
             "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
         )
     first = folder_with(Path(config.model.model), TOKENIZER, "model.model")
-    wrong: list[str] = []
+    problems: list[str] = []
     for folder in [given] if given else [first, *checkpoints_in(run.path)]:
         file = folder / TOKENIZER
         if not file.is_file():
-            wrong.append(f"{folder} has no {TOKENIZER}")
+            problems.append(f"{folder} has no {TOKENIZER}")
         elif data_digest(file) != wanted:
-            wrong.append(f"{folder} has another {TOKENIZER} than when the run was started")
+            problems.append(f"{folder} has another {TOKENIZER} than when the run was started")
         else:
             return folder
     raise ContractError(
         "--tokenizer" if given else f"model.model of {run.path}",
-        "; ".join(wrong),
+        "; ".join(problems),
         f"Name a folder with the {TOKENIZER} of the run with --tokenizer (SHA-256 {wanted})",
     )
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """As training loads it."""
-    from transformers import AutoTokenizer  # seconds
+    """Load the tokenizer as training does."""
+    from transformers import AutoTokenizer  # slow
 
     loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer: Tokenizer = loaded
@@ -68,9 +68,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """step: from 1. ranks: the answers of each process, in the order of its requests.
+    """step: from 1. ranks: the answers of each process, in request order.
 
-    metrics: the line of the step in `metrics.jsonl`; empty where it has none yet.
+    metrics: the step's line in `metrics.jsonl`; empty if it is not logged yet.
     """
 
     step: int
@@ -82,14 +82,14 @@ class LoggedStep:
         return [answer for rank in self.ranks for answer in rank]
 
     def sample(self, wanted: str) -> list[StepAnswer]:
-        """The answers to a sample, as `named` finds them.
+        """Return the answers to a sample; `named` defines matching names.
 
-        Raises ContractError for a name that no sample has, or several.
+        Raises ContractError for an unknown or ambiguous name.
         """
-        found = [answer for answer in self.answers if named(answer.sample_id, wanted)]
-        ids = sorted({answer.sample_id for answer in found})
+        matching = [answer for answer in self.answers if named(answer.sample_id, wanted)]
+        ids = sorted({answer.sample_id for answer in matching})
         if len(ids) == 1:
-            return found
+            return matching
         known = ids or [answer.sample_id for answer in self.answers]
         fault = f"step {self.step} has no sample {wanted!r}"
         if ids:
@@ -98,7 +98,7 @@ class LoggedStep:
 
 
 class StepLog:
-    """The logged steps of a run. The files of all steps are read once."""
+    """The logged steps of a run; common files are read once."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -111,7 +111,7 @@ class StepLog:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of channel B, in order; ContractError where there are none."""
+        """The steps of channel B, in order; raises ContractError if there are none."""
         steps = self._run.answer_steps()
         if not steps:
             raise ContractError(
@@ -122,7 +122,7 @@ class StepLog:
         return steps
 
     def step(self, step: int) -> LoggedStep:
-        """Raises ContractError where the answers of the step are not logged, or not all of them."""
+        """Return a step; raises ContractError if its log is missing or incomplete."""
         ranks: dict[int, list[StepAnswer]] = {}
         for answer in self._run.answers(step):
             ranks.setdefault(answer.rank, []).append(answer)
@@ -142,7 +142,7 @@ class StepLog:
         return LoggedStep(step, in_order, self._metrics.get(step, {}))
 
     def step_with(self, wanted: str) -> int:
-        """The step that has a sample; ContractError where no step has it, or several."""
+        """Return the step with a sample; raises ContractError unless exactly one step has it."""
         steps = [
             step
             for step in self.steps
@@ -156,12 +156,12 @@ class StepLog:
 
 
 def named(sample_id: str, wanted: str) -> bool:
-    """`/data/train.jsonl:12` is also `train.jsonl:12`, and `12`."""
+    """Return whether a name matches: `/data/train.jsonl:12` is also `train.jsonl:12`, and `12`."""
     return sample_id == wanted or sample_id.endswith((f"/{wanted}", f":{wanted}"))
 
 
 def listed(items: Sequence[object]) -> str:
-    """A few items whole; of many the first and the last ones, and their number."""
+    """Return a list as text; a long one shows its ends and its length."""
     if len(items) <= _LISTED:
         return ", ".join(map(str, items))
     ends = [*items[: _LISTED - 2], "...", *items[-2:]]
@@ -184,13 +184,13 @@ RebuiltPacks = StepPacker[RebuiltSegment, list[RebuiltSegment]]
 
 @dataclass(frozen=True)
 class Rebuilder:
-    """Does what a run of `config` did with its answers. tokenizer: of its model."""
+    """Repeats the processing of answers by a run. tokenizer: of its model."""
 
     config: Config
     tokenizer: Tokenizer
 
     def assessed(self, answers: Sequence[StepAnswer]) -> list[AssessedRollout]:
-        """Parse and match the answers of a process; build targets, and compare groups."""
+        """Parse and match the answers of a process, build targets, and compute group rewards."""
         assessed = [self._assessed(answer) for answer in answers]
         groups = self.config.group_relative
         if groups is None:
@@ -201,7 +201,7 @@ class Rebuilder:
     def _assessed(self, answer: StepAnswer) -> AssessedRollout:
         config, matching = self.config, self.config.rollout_matching.matching
         answers = answer_format(config)
-        found = assess(
+        assessed = assess(
             answer.sample,
             answer.rollout,
             self.tokenizer,
@@ -211,7 +211,7 @@ class Rebuilder:
             duplicate_iou=config.duplicate_iou,
         )
         return with_target(
-            found,
+            assessed,
             self.tokenizer,
             config.custom.object_field_order,
             matching,
@@ -224,9 +224,9 @@ class Rebuilder:
     def packed(
         self, answers: Sequence[StepAnswer], assessed: Sequence[AssessedRollout]
     ) -> tuple[RebuiltPacks, Payload]:
-        """The packs and the counts of one process.
+        """Return the packs and the counts of one process.
 
-        Raises ContractError where the answers cannot be packed.
+        Raises ContractError if the answers cannot be packed.
         """
         config = self.config
         packing: RebuiltPacks = StepPacker(config.training, config.global_max_length, list)
@@ -250,7 +250,7 @@ class Rebuilder:
 
 
 def segment_of(assessed: AssessedRollout) -> RebuiltSegment | None:
-    """Prompt and target; None for an answer that is left out."""
+    """Return the segment of prompt and target; None without a target."""
     if assessed.target is None:
         return None
     length = len(assessed.rollout.prompt_token_ids) + len(assessed.target.token_ids)

@@ -1,10 +1,9 @@
-"""The result of a replay for a terminal: a step, a difference, the story of one answer."""
+"""Terminal output of a replay: a step, a difference, the details of an answer."""
 
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -24,6 +23,7 @@ from learner.runs.rollout_log import LoggedTarget, StepAnswer
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import AssessedRollout, Role, Shape, Target
 from shared_contracts.errors import ContractError
+from shared_contracts.machine import installed_versions
 
 _STYLES = {
     Role.MATCHED_STRUCTURE: "green",
@@ -34,19 +34,19 @@ _STYLES = {
     Role.COORD: "cyan",
     Role.CLOSURE: "magenta",
 }
-# Differing steps that have a line.
+# Largest number of differing steps that are listed.
 _STEPS = 20
 
 
-def replay_step(step: LoggedStep, stories: Sequence[StepAnswer], rebuilder: Rebuilder) -> bool:
-    """Rebuild a step and print what differs; True if nothing does.
+def replay_step(step: LoggedStep, detailed: Sequence[StepAnswer], rebuilder: Rebuilder) -> bool:
+    """Rebuild a step and print its differences; return whether it is identical.
 
-    stories: answers of which everything is printed.
+    detailed: answers to print in detail.
     """
     replayed = compare(step, rebuilder)
     tables = list[Table]()
-    for answer in stories:
-        tables += _story(answer, replayed.assessed(answer), rebuilder.tokenizer)
+    for answer in detailed:
+        tables += _details(answer, replayed.assessed(answer), rebuilder.tokenizer)
     rows = [
         [stage, str(result.compared), str(len(result.differences))]
         if (result := replayed.stages.get(stage))
@@ -66,9 +66,9 @@ def replay_step(step: LoggedStep, stories: Sequence[StepAnswer], rebuilder: Rebu
 
 
 def replay_all(log: StepLog, rebuilder: Rebuilder) -> bool:
-    """Rebuild every step and print those that differ; True if none does.
+    """Rebuild every step and print those that differ; return whether all are identical.
 
-    A step that cannot be read is noted and left out. Raises its ContractError if no step can.
+    An unreadable step is reported and skipped. Raises its ContractError if no step is readable.
     """
     bar = Console(stderr=True)
     first: Difference | None = None
@@ -76,16 +76,16 @@ def replay_all(log: StepLog, rebuilder: Rebuilder) -> bool:
     steps = track(log.steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal)
     for step in steps:
         try:
-            found = compare(log.step(step), rebuilder).first
+            difference = compare(log.step(step), rebuilder).first
         except ContractError as error:
             refused.append(error)
             print(f"note: step {step} is left out: {error}", file=sys.stderr)
             continue
-        first = first or found
-        if found is None:
+        first = first or difference
+        if difference is None:
             identical.append(step)
         else:
-            differing.append([str(step), "different", f"{found.field}, {_about(found)}"])
+            differing.append([str(step), "different", f"{difference.field}, {_about(difference)}"])
     count = len(differing) + len(identical)
     if not count:
         raise refused[0]
@@ -103,13 +103,15 @@ def replay_all(log: StepLog, rebuilder: Rebuilder) -> bool:
     return first is None
 
 
-def _story(answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer) -> Iterator[Table]:
-    """All that became of one answer."""
+def _details(
+    answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer
+) -> Iterator[Table]:
+    """Yield tables with all details of an answer."""
     yield _named(f"Sample {answer.sample_id}", *_facts(answer))
     yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
     yield _objects(assessed)
     yield _truths(assessed)
-    title = "What is taught"
+    title = "Target"
     if assessed.target is None:
         left_out = f"nothing, the answer is left out: {assessed.left_out}"
         yield _named(title, ("", left_out))
@@ -121,7 +123,7 @@ NamedValue = tuple[str, str | Text]
 
 
 def _named(title: str, *rows: NamedValue) -> Table:
-    """Names and values, without a head."""
+    """Return a table of names and values, without headings."""
     return Table(title, ("", ""), rows)
 
 
@@ -140,18 +142,18 @@ def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
 def _objects(assessed: AssessedRollout) -> Table:
     parsed, match = assessed.parsed, assessed.match
     rows, matched = list[list[str | Text]](), dict(match.pairs)
-    for place, found in enumerate(parsed.objects):
+    for place, item in enumerate(parsed.objects):
         if place in matched:
             iou = match.mask_iou[place, matched[place]]
             result = Text(f"matched to ground truth {matched[place] + 1}, IoU {iou:.2f}", "green")
         else:
             best = np.nanmax(match.mask_iou[place], initial=0.0)
             result = Text(f"not matched, IoU {best:.2f} at most", "red")
-        rows.append([found.key, found.desc, _bins(found.shape), result])
+        rows.append([item.key, item.desc, _bins(item.shape), result])
     for duplicate in assessed.duplicates or ():
-        found = duplicate.found
+        item = duplicate.found
         result = Text("removed, repeats an earlier object", "yellow")
-        rows.append([found.key, found.desc, _bins(found.shape), result])
+        rows.append([item.key, item.desc, _bins(item.shape), result])
     for key, reason in parsed.dropped:
         result = Text(f"dropped, {reason}: {DROPS[reason]}", "yellow")
         rows.append([key, "", "", result])
@@ -179,7 +181,7 @@ def _bins(shape: Shape) -> str:
 
 
 def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterator[NamedValue]:
-    """The text of a target coloured by role, and the end of the answer that it does not keep."""
+    """Yield the text of a target coloured by role, and the removed end of the answer."""
     kept = LoggedTarget.of(target, answer.response_token_ids).kept
     cut = plain(decode_exactly(tokenizer, answer.response_token_ids[kept:]))
     cut.stylize("strike dim")
@@ -202,7 +204,7 @@ def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterato
 
 
 def _difference(difference: Difference) -> Table:
-    """Where a step first differs, and both values."""
+    """Return a table of the first difference, with both values."""
     logged, rebuilt, _, answer = difference.values
     rows = [("field", difference.field)] + [
         (name, "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False))
@@ -214,21 +216,20 @@ def _difference(difference: Difference) -> Table:
 
 
 def _about(difference: Difference) -> str:
-    """The sample and the process of a difference."""
+    """Return the sample and the process of a difference, as text."""
     rank, answer = difference.values.rank, difference.values.answer
     process = "all processes" if rank is None else f"process {rank}"
     return process if answer is None else f"sample {answer.sample_id} of {process}"
 
 
 def notes_on(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What may explain a difference: other versions of libraries. facts: of `run.json`."""
-    changed = []
-    for name, was in facts["versions"].items():
-        try:
-            now = version(name)
-        except PackageNotFoundError:
-            now = None
-        if now != was:
-            changed.append(f"{name} {was} (here {now or 'none'})")
+    """Yield possible reasons of differences: other library versions. facts: of `run.json`."""
+    versions = facts["versions"]
+    here = installed_versions(versions)
+    changed = [
+        f"{name} {logged} (here {here.get(name, 'none')})"
+        for name, logged in versions.items()
+        if here.get(name) != logged
+    ]
     if changed:
         yield f"the run was made with {', '.join(changed)}"

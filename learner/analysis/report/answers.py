@@ -1,7 +1,7 @@
-"""Answers of a run: their faults, the subset that a page shows, and counts over all.
+"""Answers of a run: faults, the subset for a page, and counts over all answers.
 
-A page that cannot show all answers shows the worst ones (two thirds), and others that are spread
-evenly from bad to good. Of a run, each third of its logged steps has the same number of them.
+A page with too many answers shows the worst ones (two thirds), and an even spread of the others by
+rank. Each third of a run's logged steps has the same number of shown answers.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from learner.runs.run_folder import RunFolder
 
 WRONG, LEFT_OUT = "wrong description", "not trained on"
 
-# What is wrong with an answer, by label.
+# Label of a fault -> predicate.
 FAULTS: dict[str, Callable[[LoggedAnswer], bool]] = {
     "no JSON object": lambda answer: answer.parse.invalid,
     "truncated": lambda answer: answer.parse.truncated,
@@ -33,11 +33,11 @@ def faults_of(answer: LoggedAnswer) -> list[str]:
 
 
 def badness(answer: LoggedAnswer) -> tuple[float, int, str]:
-    """A sort key, the worst answer first: lowest F1, then most missed objects, then sample."""
+    """Return a sort key, worst first: lowest F1, then most missed objects, then sample id."""
     return f1_of(answer), -len(answer.match.false_negatives), answer.sample_id
 
 
-# Limits of a page: answers that it shows, and steps whose answers are read.
+# Limits of a page: shown answers, and steps whose answers are read.
 MOST = 200
 MOST_STEPS = 4000
 _THIRDS = 3
@@ -47,7 +47,7 @@ A = TypeVar("A", bound=LoggedAnswer)
 
 
 def sample_answers(answers: Sequence[A], most: int = MOST) -> list[A]:
-    """At most `most` answers, the worst first: the worst ones, and a spread over the others."""
+    """Return at most `most` answers, worst first: the worst, and an even spread of the others."""
     ordered = sorted(answers, key=badness)
     if len(ordered) <= most:
         return ordered
@@ -58,7 +58,7 @@ def sample_answers(answers: Sequence[A], most: int = MOST) -> list[A]:
 
 @dataclass(frozen=True)
 class Counted:
-    """A row of a table of counts. share: in percent; `-` of nothing."""
+    """A row of a table of counts. share: in percent; `-` for a share of 0."""
 
     name: str
     meaning: str
@@ -72,7 +72,7 @@ class Counted:
 
 @dataclass
 class Tally:
-    """cut_short: answers that `max_new_tokens` truncated. faults: answers that have each fault."""
+    """cut_short: answers that `max_new_tokens` truncated. faults: number of answers by fault."""
 
     answers: int = 0
     cut_short: int = 0
@@ -90,7 +90,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class ReadAnswers:
-    """shown: the answers of the page. steps: steps with answers. read: steps that were read."""
+    """shown: answers of the page. steps: number of steps with answers. read: number read."""
 
     tally: Tally
     shown: list[StepAnswer]
@@ -99,20 +99,23 @@ class ReadAnswers:
 
 
 def read_answers(folder: RunFolder, most_steps: int = MOST_STEPS) -> ReadAnswers:
-    """Of a long run, `most_steps` evenly spread steps. Raises ContractError for a wrong line."""
+    """Read the answers of at most `most_steps` steps, evenly spread over the run.
+
+    Raises ContractError for an invalid line.
+    """
     steps = folder.answer_steps()
-    taken = steps
+    selected = steps
     if len(steps) > most_steps:
         last = len(steps) - 1
-        taken = [steps[round(place * last / (most_steps - 1))] for place in range(most_steps)]
+        selected = [steps[round(place * last / (most_steps - 1))] for place in range(most_steps)]
     tally = Tally()
     thirds: list[list[StepAnswer]] = [[] for _ in range(_THIRDS)]
-    for place, step in enumerate(taken):
+    for place, step in enumerate(selected):
         answers = folder.answers(step)
         tally.add(answers)
-        third = place * _THIRDS // len(taken)
+        third = place * _THIRDS // len(selected)
         thirds[third] = sample_answers([*thirds[third], *answers])
     if sum(map(len, thirds)) > MOST:
         thirds = [sample_answers(kept, MOST // _THIRDS) for kept in thirds]
     shown = sorted((answer for kept in thirds for answer in kept), key=badness)
-    return ReadAnswers(tally, shown, len(steps), len(taken))
+    return ReadAnswers(tally, shown, len(steps), len(selected))

@@ -1,4 +1,4 @@
-"""`report.html` of an evaluation: its scores as tables, and its answers as pictures.
+"""`report.html` of an evaluation: tables of scores, and pictures of answers.
 
 `learner eval` prints the same tables.
 """
@@ -15,7 +15,7 @@ from learner.data.show import Table
 from learner.runs.console import counted, fraction, score
 from learner.runs.rollout_log import LoggedAnswer
 
-# Rows of the tables of descriptions and of mistakes.
+# Largest numbers of rows of the tables.
 MOST_DESCRIPTIONS = 1000
 MOST_MISTAKES = 20
 
@@ -25,9 +25,9 @@ Numbers = Mapping[str, Any]
 def write_gallery(
     answers: Sequence[LoggedAnswer], out: Path, facts: Mapping[str, str], numbers: Numbers
 ) -> None:
-    """Write a page with at most 200 of these answers, chosen by `sample_answers`.
+    """Write a page with at most 200 of the answers, selected by `sample_answers`.
 
-    facts: shown at the head, in this order. numbers: as `scores.json` has them.
+    facts: shown at the head, in this order. numbers: the content of `scores.json`.
     """
     resolution = MatchingConfig().maskiou_resolution
     values = {
@@ -75,12 +75,12 @@ _OF_DETECTIONS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar
 
 def _sections(numbers: Numbers) -> Iterator[Section]:
     parts = numbers["breakdown"]
-    shown, every = descriptions(numbers, MOST_DESCRIPTIONS), len(parts["descriptions"])
-    lead = f"{len(shown.rows):,} of {every:,} descriptions, the lowest F1 first. "
+    table, count = descriptions(numbers, MOST_DESCRIPTIONS), len(parts["descriptions"])
+    lead = f"{len(table.rows):,} of {count:,} descriptions, the lowest F1 first. "
     lead += "Choose a column to sort by it. `scores.json` has all descriptions."
-    if not every:
+    if not count:
         lead = "Nothing is annotated, and nothing was predicted."
-    yield Section("descriptions", "Descriptions", lead, tables=[shown] if every else [])
+    yield Section("descriptions", "Descriptions", lead, tables=[table] if count else [])
     yield _mistakes(parts["confusion"], {each["name"]: each for each in parts["descriptions"]})
     sizes = "By size: areas up to 32², up to 96² and above, in pixels"
     tables = [
@@ -92,7 +92,7 @@ def _sections(numbers: Numbers) -> Iterator[Section]:
 
 
 def descriptions(numbers: Numbers, most: int, title: str = "") -> Table:
-    """At most so many, by F1; of equal ones the frequent ones first."""
+    """Return a table of at most `most` descriptions: lowest F1 first, then the most frequent."""
     every = numbers["breakdown"]["descriptions"]
     by_f1 = sorted(every, key=lambda each: (each["f1"], -each["ground_truths"]))
     scores = (*_SCORES, *_OF_DESCRIPTION)
@@ -105,7 +105,7 @@ def thresholds(numbers: Numbers) -> Table:
 
 
 def precisions(numbers: Numbers) -> Table:
-    """Average precision by boxes and by masks, with and without descriptions."""
+    """Return a table of average precision by boxes and masks, with and without descriptions."""
     rows = [
         {"what": {"bbox": "boxes", "segm": "masks"}[kind] + beside, **detected[part]}
         for kind, detected in numbers["coco"].items()
@@ -126,7 +126,7 @@ def _table(
     *,
     sortable: bool = False,
 ) -> Table:
-    """A row for each of `rows`, with these keys of it."""
+    """Return a table with the keys `name`, `scores` and `counts` of each row."""
     heads = [f"#{key.replace('_', ' ')}" for key in (*scores, *counts)]
     cells = [
         [
@@ -140,7 +140,7 @@ def _table(
 
 
 def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers]) -> Section:
-    """The most frequent pairs of what is there and what was answered at its place."""
+    """Return the most frequent pairs of annotated and predicted descriptions that differ."""
     rows = []
     for each in confusion:
         truth, predicted, count = each["truth"], each["predicted"], each["count"]
@@ -151,9 +151,9 @@ def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers])
         else:
             share = fraction(count, descriptions[truth]["ground_truths"])
         rows.append([truth or "nothing", predicted or "missed", f"{count:,}", share])
-    lead = "The share is of what is there, or of the predictions where nothing is."
+    lead = "The share is of the annotated objects; for false positives, of the predictions."
     if not rows:
-        lead = "No object was missed, made up, or given a wrong description."
+        lead = "There are no missed objects, false positives or wrong descriptions."
     table = Table("", ["there", "answered", "#objects", "#share"], rows[:MOST_MISTAKES])
     title = "Most frequent mistakes"
     return Section("confusion", title, lead, tables=[table] if rows else [])

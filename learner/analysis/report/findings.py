@@ -1,6 +1,6 @@
-"""The problems of a run that a person should look at first, computed from its logs.
+"""The main problems of a run, computed from its logs.
 
-A finding has a threshold; the thresholds are the constants of this module.
+The constants of this module are the thresholds of findings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ Weight = Literal["bad", "look", "good"]
 B = "stage2_ab/channel_b/"
 GUARD = "rollout/repeat_terminate_triggered_sequences"
 
-# Shares.
+# Smallest shares for a finding.
 _TRUNCATED = 0.01
 _WRONG = 0.1
 _WAITING = 0.3
 _PUSHING = 0.3
-# A series with fewer steps has no trend.
+# Smallest number of steps for a trend.
 _FEWEST_STEPS = 12
 
 
@@ -36,7 +36,10 @@ class Finding:
 
 
 def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
-    """Bad ones first, then those worth a look. unreadable: images of shown answers."""
+    """Return all findings: bad ones, then those to look at, then good ones.
+
+    unreadable: number of unreadable images of the shown answers.
+    """
     found = [
         *_failures(run),
         *_drops(run, tally),
@@ -52,7 +55,7 @@ def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
 
 
 def dropped_objects(run: RunView) -> list[Counted]:
-    """Every reason, the most frequent first, with its share of all predicted objects."""
+    """Return the counts of all reasons, the largest first, with shares of predicted objects."""
     totals = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
     predicted = run.total(f"{B}N_valid_pred") + sum(totals.values())
     ordered = sorted(totals.items(), key=lambda item: -item[1])
@@ -60,7 +63,7 @@ def dropped_objects(run: RunView) -> list[Counted]:
 
 
 def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:
-    """Answers that were not read to their end, by reason, with their share of the read answers."""
+    """Return counts of incompletely parsed answers by reason, with shares of the read answers."""
     meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
     meanings["invalid_rollout"] = "no start of the answer format"
     return [
@@ -92,7 +95,7 @@ def _failures(run: RunView) -> Iterator[Finding]:
 
 
 def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
-    """Each reason for which answers were not read to their end, or objects were dropped."""
+    """Yield a finding for each reason of incompletely parsed answers and dropped objects."""
     counts = [("answer", "with", each) for each in dropped_answers(run, tally)]
     counts += [("object", "dropped as", each) for each in dropped_objects(run)]
     for unit, verb, each in counts:
@@ -152,7 +155,7 @@ def _trends(run: RunView) -> Iterator[Finding]:
 
 
 def _ends(series: list[Point]) -> tuple[float, float] | None:
-    """Means of the first and the last third; None for a short series, or without values."""
+    """Return the means of the first and the last third; None for a short or empty series."""
     third = len(series) // 3
     if len(series) < _FEWEST_STEPS:
         return None
@@ -161,20 +164,20 @@ def _ends(series: list[Point]) -> tuple[float, float] | None:
 
 
 def _time(run: RunView) -> Iterator[Finding]:
-    def took(line: Line, phase: str) -> float:
+    def seconds(line: Line, phase: str) -> float:
         return float(line.get(f"time/{phase}_s") or 0.0)
 
-    slow = [line for line in run.steps if took(line, "push") > took(line, "learn") > 0]
+    slow = [line for line in run.steps if seconds(line, "push") > seconds(line, "learn") > 0]
     if slow:
         verb = "push took" if len(slow) == 1 else "pushes took"
         yield Finding("look", f"{len(slow)} {verb} longer than the step's training", "curves")
     of_b = run.by_channel.get("B", [])
-    whole = sum(took(line, "step") for line in of_b)
+    whole = sum(seconds(line, "step") for line in of_b)
     for phase, least, doing in (
         ("wait", _WAITING, "waiting for packs"),
         ("push", _PUSHING, "pushing weights"),
     ):
-        share = sum(took(line, phase) for line in of_b) / whole if whole else 0.0
+        share = sum(seconds(line, phase) for line in of_b) / whole if whole else 0.0
         if share >= least:
             text = f"Steps with answers spent {share:.0%} of their time {doing}"
             yield Finding("look", text, "curves")

@@ -1,7 +1,4 @@
-"""Answers as cards: a picture with boxes, and the facts of the answer.
-
-answers -> Card for the script of the page, Picture for each image
-"""
+"""The gallery of a page: a card for each answer, with a picture, boxes and facts."""
 
 import base64
 import io
@@ -21,17 +18,17 @@ from learner.runs.rollout_log import LoggedAnswer, LoggedObject, StepAnswer, f1_
 from learner.stages.matching import mask_iou
 from learner.types import GeometryKind, normalized
 
-# The longer side of an embedded image and of a lossless one, in pixels.
+# Longest side in pixels of an embedded image, and of a lossless one.
 LONGEST = 640
 _LOSSLESS = 256
 _QUALITY = 82
-# A thread holds a decoded image, which may be of hundreds of megabytes.
+# Each thread holds a decoded image, up to hundreds of megabytes.
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class Picture:
-    """src: a data URI; empty with a `problem` where the image cannot be read.
+    """src: a data URI; empty, with a `problem`, if the image cannot be read.
 
     width, height: pixels of the embedded image.
     """
@@ -43,7 +40,7 @@ class Picture:
 
 
 def embed(path: Path) -> Picture:
-    """The upright image, not larger than `LONGEST`; never enlarged."""
+    """Return the upright image, scaled down to `LONGEST` if it is larger."""
     try:
         image = open_upright(path)
     except UnreadableImage as error:
@@ -55,9 +52,9 @@ def embed(path: Path) -> Picture:
     return Picture(src, image.width, image.height)
 
 
-# What a shape in a picture is: name and meaning.
 Role = Literal["truth", "match", "stray", "unjudged", "removed", "missed", "appended"]
 
+# Role of a shape in a picture -> its name and meaning.
 ROLES: dict[Role, tuple[str, str]] = {
     "truth": ("ground truth, matched", "a prediction is matched to it"),
     "match": ("prediction, matched", "matched to a ground truth"),
@@ -71,9 +68,9 @@ ROLES: dict[Role, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ShownObject:
-    """coords: bins, flat x, y, x, y, .... pair: place of its partner in the list of objects.
+    """coords: bins, flat x, y, x, y, .... pair: index of its partner in the list of objects.
 
-    confidence: of a prediction, where its answer has log-probabilities.
+    confidence: of a prediction, if its answer has log-probabilities.
     """
 
     role: Role
@@ -89,9 +86,9 @@ class ShownObject:
 def gallery(
     answers: Sequence[LoggedAnswer], logged: int, resolution: int, replay: str = ""
 ) -> dict[str, Any]:
-    """The data of a gallery for `gallery.js`; an image of several answers is embedded once.
+    """Return the data for `gallery.js`; an image of several answers is embedded once.
 
-    logged: answers that there are. resolution: of the canvas on which a run measures overlaps.
+    logged: number of all answers. resolution: canvas side for overlaps.
     replay: the command that replays a step, without the step; empty in an evaluation.
     """
     places: dict[Path, int] = {}
@@ -117,9 +114,9 @@ def gallery(
 
 
 def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> dict[str, Any]:
-    """slug: the anchor of the answer. picture: place in the list of pictures.
+    """Return the card of an answer. slug: its anchor. picture: index in the list of pictures.
 
-    step: from 1; None in an evaluation. width, height: pixels as the data file has them.
+    In the card: step from 1, None in an evaluation; width and height in pixels of the data file.
     """
     step = answer.step if isinstance(answer, StepAnswer) else None
     name = Path(answer.sample_id).name
@@ -157,7 +154,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> dic
 
 
 def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
-    """Predictions and ground truths in their order, then the duplicates that were removed."""
+    """Return predictions, then ground truths, then removed duplicates, each in order."""
     predictions, truths = answer.parse.objects, answer.ground_truth
     pairs, ious = answer.match.pairs, answer.match.ious
     if ious is None:
@@ -165,31 +162,31 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
     overlaps = [(p, g, round(iou, 4)) for (p, g), iou in zip(pairs, ious, strict=True)]
     of_prediction = {p: (len(predictions) + g, iou) for p, g, iou in overlaps}
     of_truth = {g: (p, iou) for p, g, iou in overlaps}
-    shown = []
-    for place, found in enumerate(predictions):
+    objects = []
+    for place, prediction in enumerate(predictions):
         role: Role = "match" if place in of_prediction else "stray"
         if place in answer.match.unjudged:
             role = "unjudged"
-        own = _shown(found, role, found.key, of_prediction.get(place))
-        shown.append(replace(own, confidence=found.confidence))
+        own = _shown(prediction, role, prediction.key, of_prediction.get(place))
+        objects.append(replace(own, confidence=prediction.confidence))
     for place, truth in enumerate(truths):
         role = "appended" if answer.supervised else "missed"
         if place in of_truth:
             role = "truth"
-        shown.append(_shown(truth, role, f"ground truth {place + 1}", of_truth.get(place)))
-    return [*shown, *(_shown(each, "removed", each.key) for each in answer.parse.duplicates)]
+        objects.append(_shown(truth, role, f"ground truth {place + 1}", of_truth.get(place)))
+    return [*objects, *(_shown(each, "removed", each.key) for each in answer.parse.duplicates)]
 
 
 def _shown(
     item: LoggedObject, role: Role, key: str, partner: tuple[int, float] | None = None
 ) -> ShownObject:
-    """partner: place of the partner in the list of objects, and the IoU with it."""
+    """Return an object of a picture. partner: its index in the list of objects, and the IoU."""
     pair, iou = partner or (None, None)
     return ShownObject(role, key, normalized(item.desc), item.kind, item.coords, iou, pair)
 
 
 def _slug(answer: LoggedAnswer) -> str:
-    """`sample-74-train.jsonl-3451`: letters and digits of any script, `.`, `_` and `-` alone."""
+    """Return an anchor such as `sample-74-train.jsonl-3451`, of word characters, `.` and `-`."""
     name = re.sub(r"[^\w.-]+", "-", Path(answer.sample_id).name)
     step = f"{answer.step}-" if isinstance(answer, StepAnswer) else ""
     return f"sample-{step}{name}"

@@ -1,6 +1,6 @@
-"""One HTML file: a template with its styles, scripts, tables, plots and pictures.
+"""An HTML file with its styles, scripts, tables, plots and pictures.
 
-The content security policy of a page allows no request, and no script but its own.
+The content security policy of a page allows no requests and no other scripts.
 """
 
 import base64
@@ -22,7 +22,7 @@ from learner.runs.atomic_files import publish_text
 
 @dataclass(frozen=True)
 class Tile:
-    """A number in large letters. note: what it is a mean of. link: URL of its details, or empty."""
+    """A number in large letters. note: its meaning. link: URL of its details, or empty."""
 
     name: str
     value: str
@@ -32,10 +32,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """slug: its anchor. plots: (slug, title) of each plot, by the heading above them.
-
-    tables: of text, or of `Markup`.
-    """
+    """slug: its anchor. plots: (slug, title), by heading. tables: of text or `Markup`."""
 
     slug: str
     title: str
@@ -47,7 +44,7 @@ class Section:
 def publish_page(out: Path, scripts: Sequence[str], values: Mapping[str, Any]) -> None:
     """Render `page.html` into the file `out`, atomically.
 
-    scripts: JavaScript, run in this order at the end of the page. values: of the template.
+    scripts: JavaScript for the end of the page, in order. values: of the template.
     """
     template = _environment().get_template("page.html")
     style, policy = asset("page.css"), _policy(scripts)
@@ -60,12 +57,12 @@ def asset(name: str) -> str:
 
 
 def link(text: str, url: str) -> Markup:
-    """A cell of a table that is a link."""
+    """Return a link, as a cell of a table."""
     return Markup('<a href="{}">{}</a>').format(url, text)
 
 
 def _code(text: str) -> Markup:
-    """Text between backticks becomes code."""
+    """Return HTML with `code` elements for text between backticks."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -1,4 +1,4 @@
-"""`report.html` of a run folder, on request and when training ends.
+"""`report.html` of a run folder, by `learner report` and at the end of training.
 
 run folder -> lines, evaluations, head      run_view.py
            -> counts, shown answers         answers.py
@@ -42,12 +42,12 @@ def write_report(
     error: str | None = None,
     most_steps: int = MOST_STEPS,
 ) -> Path:
-    """Write the page, by default into the folder; returns its path.
+    """Write the page, by default into the folder; return its path.
 
-    error: what ended the run, if that is known. most_steps: steps whose answers are read.
+    error: the error that ended the run, if known. most_steps: limit of steps whose answers are
+    read.
 
-    Raises:
-        ContractError: a log cannot be read.
+    Raises ContractError if a log cannot be read.
     """
     out = out or folder.path / REPORT
     run = RunView.of(folder, error)
@@ -88,7 +88,7 @@ def write_report(
 
 
 def plotly() -> str:
-    """Plotly's script with its licence."""
+    """Return Plotly's script with its licence."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -133,7 +133,7 @@ def _curves(drawn: Sequence[Plot]) -> Section:
 
 
 def _servers(run: RunView) -> Section:
-    """Servers in the order of the log; the learner itself is one of them."""
+    """Return counts by server, in log order; the learner itself may be one of them."""
     pushes = [push for line in run.calls for push in line.get("pushes", ())]
     calls = [call for line in run.calls for call in line.get("calls", ())]
     lost = [server for line in run.calls for server, _ in line.get("lost", ())]
@@ -177,7 +177,7 @@ def _count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
     return Table(title, ["", unit, "#share", "meaning"], rows)
 
 
-# Where an error ends several processes, each has seconds left: answers of so many steps are read.
+# Limit of steps after an error, as a failing process has only seconds left.
 _FEW = 100
 
 
@@ -185,7 +185,7 @@ _FEW = 100
 def reported(folder: Path, console: Console) -> Iterator[None]:
     """Write report.html at the end of the block, also after an error.
 
-    A report that fails is a warning: it ends no run and hides no error.
+    A failure of the report is only a warning.
     """
     try:
         yield
@@ -196,18 +196,18 @@ def reported(folder: Path, console: Console) -> Iterator[None]:
 
 
 def renew(folder: Path, console: Console) -> None:
-    """Write the report of a finished run again, after a new evaluation.
+    """Rewrite the report of a finished run, after a new evaluation.
 
-    Of an unfinished or failed run, print the command that writes it.
+    For an unfinished or failed run, print the command that writes it.
     """
     if RunView.of(RunFolder.open(folder)).ended is not None:
         _write(folder, console, None)
     else:
-        tell(console, f"The page of the run has it after: learner report {folder}")
+        tell(console, f"To update the page of the run: learner report {folder}")
 
 
 def error_text(error: Exception) -> str:
-    """The first line of its text, or its type."""
+    """Return the first line of an error's text, or its type."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -217,7 +217,7 @@ def _write(folder: Path, console: Console, error: str | None) -> None:
         if not run.metrics():
             return
         out = write_report(run, error=error, most_steps=MOST_STEPS if error is None else _FEW)
-    except Exception as problem:  # noqa: BLE001  # a run does not end because of its report
+    except Exception as problem:  # noqa: BLE001  # a report must not end a run
         line = f"Warning: no report.html: {error_text(problem)}; try learner report {folder}"
     else:
         line = f"Report: {out}"

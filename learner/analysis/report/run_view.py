@@ -1,4 +1,4 @@
-"""A run folder as its page shows it: its lines, its evaluations, and the head of the page."""
+"""The content of a run folder for its page: log lines, evaluations, and the head of the page."""
 
 import json
 import os
@@ -22,7 +22,7 @@ REPORT = "report.html"
 SCORES = "scores.json"
 
 Line = dict[str, Any]
-# (step, value); the value is None where it was not a finite number.
+# (step, value); None for a value that is not finite.
 Point = tuple[int, float | None]
 
 _MEAN_OF = 10
@@ -32,7 +32,7 @@ _MEAN_OF = 10
 class RunView:
     """metrics: lines of metrics.jsonl. calls: lines of rollout_calls*.jsonl.
 
-    error: what ended the run, if that is known.
+    error: the error that ended the run, if known.
     """
 
     folder: RunFolder
@@ -58,7 +58,7 @@ class RunView:
 
     @cached_property
     def by_channel(self) -> dict[str, list[Line]]:
-        """The lines of the steps of each channel that ran, `A` before `B`."""
+        """The step lines of each channel, `A` before `B`."""
         lines: dict[str, list[Line]] = {}
         for line in sorted(self.steps, key=channel_of):
             lines.setdefault(channel_of(line), []).append(line)
@@ -80,11 +80,11 @@ class RunView:
         return f"learner replay {shlex.quote(str(self.folder.path.absolute()))}"
 
     def series(self, key: str) -> list[Point]:
-        """The values of a metric in the steps that have it."""
+        """Return the values of a metric, over the steps that have it."""
         return points_of(self.steps, key)
 
     def total(self, key: str) -> int:
-        """The sum of a counter over all steps."""
+        """Return the sum of a counter over all steps."""
         return int(sum(value or 0 for _, value in self.series(key)))
 
 
@@ -93,7 +93,7 @@ def points_of(lines: Sequence[Line], key: str) -> list[Point]:
 
 
 def mean(points: Sequence[Point]) -> float | None:
-    """None without a finite value."""
+    """Return the mean of the finite values, or None."""
     known = [value for _, value in points if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -105,10 +105,10 @@ SCORE_NAMES = ("f1", "precision", "recall", "ap")
 class RunEvaluation:
     """An evaluation of a run.
 
-    step: optimizer steps of the weights; 0 for the model that the run started from.
-    held_out: the data is not the training data. scores: of `SCORE_NAMES`.
-    page: None where no answers were kept.
-    written: seconds since 1970; 0 for an evaluation that the run itself made.
+    step: optimizer steps of the weights; 0 for the initial model.
+    held_out: the data is not the training data. scores: by `SCORE_NAMES`.
+    page: None if no answers were kept.
+    written: seconds since 1970; 0 for an evaluation by the run itself.
     """
 
     step: int
@@ -119,33 +119,33 @@ class RunEvaluation:
     written: float = 0.0
 
     def link(self, page: Path) -> str:
-        """A relative URL of its page for the page `page`; empty where it has none."""
+        """Return the URL of its page relative to another page; empty without a page."""
         return quote(os.path.relpath(self.page, page.parent)) if self.page else ""
 
 
 def evaluations_of(run: RunView) -> list[RunEvaluation]:
-    """In the order of steps; evaluations of one step in the order of their time.
+    """Return all evaluations, ordered by step, then by time.
 
-    Raises ContractError where a `scores.json` cannot be read.
+    Raises ContractError for an unreadable `scores.json`.
     """
     files = sorted((run.folder.path / EVALUATIONS).glob(f"*/{SCORES}"))
-    made = [found for file in files if (found := _of_folder(run, file))]
-    own = [_of_line(run, line) for line in run.evaluations]
-    return sorted([*own, *made], key=lambda found: (found.step, found.written))
+    by_eval = [each for file in files if (each := _of_folder(run, file))]
+    by_run = [_of_line(run, line) for line in run.evaluations]
+    return sorted([*by_run, *by_eval], key=lambda each: (each.step, each.written))
 
 
 def headline(evaluations: list[RunEvaluation], data: Path | None) -> RunEvaluation | None:
-    """The newest evaluation of trained weights on held-out data, preferably on `data`.
+    """Return the newest evaluation of trained weights on held-out data, preferably on `data`.
 
     data: `data.val_jsonl`.
     """
-    held_out = [found for found in evaluations if found.held_out and found.step]
-    of_the_run = [found for found in held_out if found.data == data]
-    return next(reversed(of_the_run or held_out), None)
+    held_out = [each for each in evaluations if each.held_out and each.step]
+    on_data = [each for each in held_out if each.data == data]
+    return next(reversed(on_data or held_out), None)
 
 
 def how_to_evaluate(run: RunView) -> str:
-    """The command that scores the newest checkpoint."""
+    """Return the command that scores the newest checkpoint."""
     folder = run.folder.path.absolute()
     checkpoints = checkpoints_in(folder)
     checkpoint = shlex.quote(str(checkpoints[0])) if checkpoints else f"{folder}/checkpoint-N"
@@ -155,7 +155,7 @@ def how_to_evaluate(run: RunView) -> str:
 
 
 def _of_line(run: RunView, line: Line) -> RunEvaluation:
-    """An evaluation that the run made, on `data.val_jsonl`."""
+    """Return an evaluation by the run itself, on `data.val_jsonl`."""
     step, data = int(line["step"]), run.config.data.val_jsonl
     assert data is not None, "a run that evaluates has data.val_jsonl"
     scores = {name: line.get(f"eval/{name}") for name in SCORE_NAMES}
@@ -163,7 +163,7 @@ def _of_line(run: RunView, line: Line) -> RunEvaluation:
 
 
 def _of_folder(run: RunView, file: Path) -> RunEvaluation | None:
-    """An evaluation by `learner eval`; None for the run's own, or for weights of another run."""
+    """Return an evaluation by `learner eval`; None for the run's own, or for other weights."""
     try:
         numbers = json.loads(file.read_text(encoding="utf-8"))
         step = _step_of(run, Path(numbers["checkpoint"])) if "checkpoint" in numbers else None
@@ -191,7 +191,7 @@ def _evaluation(
 
 
 def _step_of(run: RunView, checkpoint: Path) -> int | None:
-    """None for weights of another run, or of steps that the run has discarded."""
+    """Return the step of a checkpoint; None for another run, or for discarded steps."""
     if checkpoint == run.config.model.model:
         return 0
     of_run = {run.folder.path.resolve(), Path(run.config.training.output_dir).resolve()}
@@ -200,7 +200,7 @@ def _step_of(run: RunView, checkpoint: Path) -> int | None:
 
 
 def state(run: RunView) -> str:
-    """The state of a run in one sentence."""
+    """Return the state of a run in one sentence."""
     total = total_steps(run.config, run.steps[-1] if run.steps else None)
     steps = f"step {run.last_step:,}" + (f" of {total:,}" if total else "")
     if run.error is not None:
@@ -218,26 +218,26 @@ def state(run: RunView) -> str:
 
 
 def tiles(run: RunView, evaluation: RunEvaluation | None, link: str) -> list[Tile]:
-    """The held-out F1, then the newest numbers of training.
+    """Return tiles of the held-out scores and of the newest training metrics.
 
-    evaluation: None where the run has none. link: URL of its page, or of how to get one.
+    evaluation: None without one. link: URL of its page, or of the advice to get one.
     """
     if evaluation is None:
         note = "this run has no evaluation; how to get one"
-        found = [Tile("Held-out F1", "none yet", note, link)]
+        result = [Tile("Held-out F1", "none yet", note, link)]
     else:
         note = f"after step {evaluation.step:,}, {evaluation.data.name}"
-        found = [
+        result = [
             Tile("Held-out F1", score(evaluation.scores["f1"]), note, link),
             Tile("Precision", score(evaluation.scores["precision"]), "same evaluation"),
             Tile("Recall", score(evaluation.scores["recall"]), "same evaluation"),
         ]
-    for name, key, written, of in (
+    for name, key, format_value, of in (
         ("Match rate", "stage2_ab/channel_b/match_rate", score, ", of training images"),
         ("Loss", "loss", number, ""),
         ("Seconds a step", "time/step_s", number, ""),
     ):
         if last := run.series(key)[-_MEAN_OF:]:
             note = f"mean of the last {len(last)} steps" if len(last) > 1 else "of one step"
-            found.append(Tile(name, written(mean(last)), note + of))
-    return found
+            result.append(Tile(name, format_value(mean(last)), note + of))
+    return result

@@ -1,4 +1,4 @@
-"""The result of a check, as a table for a person and as JSON for a script."""
+"""Findings of checks, as a table and as JSON."""
 
 import json
 from collections import Counter
@@ -16,16 +16,16 @@ from shared_contracts.errors import ContractError, RunError
 Status = Literal["ok", "warn", "fail", "skipped"]
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
-# Errors of one check that are shown one by one.
+# Largest number of errors of one check that are listed.
 _MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
+    """One row of the table.
 
-    check: its name, the same in every run. about: a server, a file or a key; may be empty.
-    found: what is there; for a skipped check, what it waits for. do: empty if nothing is to do.
+    check: name of the check. about: a server, file or key; may be empty. found: the result; for a
+    skipped check, the missing one. do: the remedy; may be empty.
     """
 
     check: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def run_check(check: Check) -> list[Finding]:
-    """The findings of a check: one, or one for each of its errors, up to `_MOST_SHOWN`."""
+    """Run a check; return one finding, or one for each of its first `_MOST_SHOWN` errors."""
     try:
         return [Finding(check.name, "", "ok", check.run())]
     except Waiting as waiting:
@@ -54,7 +54,7 @@ def run_check(check: Check) -> list[Finding]:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One row a finding: status, check, and what was found above what to do about it."""
+    """Return one row for each finding: status, check, and result above remedy."""
     rows = list[list[str | Text]]()
     for finding in findings:
         about = f"{finding.about}: " if finding.about else ""
@@ -71,7 +71,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """`{"failed": ..., "findings": [{check, about, status, found, do}, ...]}`, indented."""
+    """Return `{"failed": ..., "findings": [{check, about, status, found, do}, ...]}`."""
     document = {"failed": failed(findings), "findings": [asdict(finding) for finding in findings]}
     return json.dumps(document, indent=2, ensure_ascii=False)
 

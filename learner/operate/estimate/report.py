@@ -1,4 +1,4 @@
-"""An estimate of a run on GPUs of one kind: for a person, as JSON, and what does not fit."""
+"""The estimate of a run on GPUs of one kind: tables, JSON, and errors for what does not fit."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, run_context
 
-# Of a server's GPU, what an engine needs beside weights and cache: the CUDA context, kernels,
-# graphs, activations of a prefill. An engine that sleeps keeps this at most.
+# Engine memory beside weights and cache: the CUDA context, kernels, graphs, activations of a
+# prefill. Also the upper bound of a sleeping engine's memory.
 ENGINE_BYTES = 4 * GIB
 _KINDS = ("weights", "start", "gradients", "moments", "working", "total")
-# Numbers of GPUs of servers that the steps of channel B are estimated for.
+# Numbers of server GPUs in the table of channel B's steps.
 SERVERS = (1, 2, 4, 8)
-# A real step is expected to reach between these shares of a bound; the first is measured, below.
+# Expected range of a real step's speed, as shares of the bound; the first is PUBLISHED[0]'s.
 REACHED = (0.69, 0.55)
-# Read on 2026-11-25: run, what was measured, and the bound of this estimate for the same run.
+# Run, published measurement (read on 2026-11-25), and this estimate's bound for the same run.
 PUBLISHED = (
     ("Qwen3-4B, LoRA, 1 x H100, packs of 16k, prime-rl", "6,230 tokens/s", "8,986 tokens/s"),
     ("Qwen3-4B, all weights, 8 x H200, packs of 65k", "36 % MFU", "-"),
@@ -41,10 +41,10 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Serving:
-    """Bytes on a GPU of a server. parameters: of the model.
+    """Bytes on a GPU of a server. parameters: number in the model.
 
-    sequence: KV cache of the longest one, of `length` tokens. at_once: sequences that the config
-    asks of a GPU. largest: of a tensor, which a push brings whole. context: `max_model_len`.
+    sequence: KV cache of the longest sequence, which has `length` tokens. at_once: sequences for
+    each GPU (`decode_batch_size`). largest: the largest tensor of a push. context: `max_model_len`.
     """
 
     parameters: int
@@ -58,9 +58,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class Estimate:
-    """processes: learner GPUs. costs: of one of them, by channel. samples: of its step.
+    """processes: learner GPUs. costs: of one learner GPU, by channel. samples: per GPU and step.
 
-    pushed: bytes of a push. served: on each GPU of the servers; None where the run has none.
+    pushed: bytes of a push. served: memory of each server GPU; None without servers.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def server_share(self) -> float:
-        """Of a GPU, what an engine takes."""
+        """Share of a GPU's memory that an engine takes."""
         vllm = self.config.rollout_matching.vllm
         if self.colocated:
             return vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def colocated(self) -> bool:
-        """Whether learner and server take turns on a GPU."""
+        """Whether learner and server share a GPU, one working at a time."""
         return self.config.rollout_matching.backend == "colocate" and self.served is not None
 
     @property
@@ -90,12 +90,12 @@ class Estimate:
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a step can have: beside a colocated server, which sleeps then."""
+        """Bytes of a GPU for a step; a colocated server sleeps meanwhile."""
         return self.gpu.memory * USABLE - (ENGINE_BYTES if self.colocated else 0)
 
     @property
     def kept(self) -> int:
-        """Bytes that the learner keeps while a colocated server works: no gradients."""
+        """Bytes of the learner while a colocated server works; without gradients."""
         offload = self.config.rollout_matching.offload
         model = 0 if offload.enabled and offload.offload_model else self.largest.weights
         moments = 0 if offload.enabled and offload.offload_optimizer else self.largest.moments
@@ -112,42 +112,43 @@ class Estimate:
 
     @property
     def sequences(self) -> int | None:
-        """How many of the longest sequences a server's GPU can hold at once."""
+        """Number of longest sequences that fit on a server's GPU; None without servers."""
         if self.served is None:
             return None
         room = self.gpu.memory * self.server_share - ENGINE_BYTES - self.served.weights
         return max(0, int(room / self.served.sequence))
 
     def step_s(self, cost: StepCost) -> float:
-        """Seconds of a step at best (Williams et al., "Roofline", CACM 2009).
+        """Return the lower bound of a step in seconds (Williams et al., "Roofline", CACM 2009).
 
-        All packs are as long as the longest. Messages travel while packs are computed. The update
-        reads weights, gradients and moments, and writes all but the gradients: 28 bytes each.
+        Assumes that all packs are as long as the longest, and that communication overlaps with
+        computation. The update reads weights, gradients and moments, and writes weights and
+        moments: 28 bytes for each parameter.
         """
         pack = cost.flops / self.gpu.flops + cost.moved / self.gpu.bandwidth
         update = 3.5 * cost.moments / self.gpu.bandwidth
         return max(cost.packs * pack, self.messages_s(cost)) + update
 
     def expected_s(self, cost: StepCost) -> tuple[float, float]:
-        """Seconds of a step between which a real one is expected."""
+        """Return the expected range of a real step in seconds."""
         best = self.step_s(cost)
         return best / REACHED[0], best / REACHED[1]
 
     def messages_s(self, cost: StepCost) -> float:
-        """Seconds of a step's messages between learner GPUs of one node, at best.
+        """Return the lower bound of a step's communication between learner GPUs of one node, in s.
 
-        FSDP2 gathers parameters and reduces gradients for every pack, DDP reduces gradients once.
+        FSDP2 gathers parameters and reduces gradients for every pack; DDP reduces gradients once.
         """
         reduced = 0.0 if self.sharded else ring_bytes(cost.moments, self.processes)
         return (cost.packs * cost.sent + reduced) / self.gpu.link
 
     def mfu(self, cost: StepCost) -> float:
-        """The highest share of the GPU's arithmetic that a step can reach, as `perf/mfu` counts."""
+        """Return the upper bound of a step's model FLOPs utilization, counted as `perf/mfu`."""
         return cost.packs * cost.useful / (self.step_s(cost) * self.gpu.flops)
 
     @property
     def gather_s(self) -> float:
-        """Seconds at best in which shards are gathered and copied to the host, before a push."""
+        """Lower bound of gathering shards and copying them to the host before a push, in s."""
         ring = ring_bytes(self.pushed, self.processes) / self.gpu.link
         return ring + self.pushed / self.gpu.host if self.sharded else 0.0
 
@@ -157,11 +158,11 @@ class Estimate:
         return self.gather_s + self.pushed / link
 
     def served_steps(self) -> Iterator[dict[str, float]]:
-        """Seconds at best of steps of channel B, for numbers of GPUs of servers.
+        """Yield lower bounds of channel B's steps in seconds, for numbers of server GPUs.
 
-        Servers with GPUs of their own answer while the learner trains (STEP-03); a colocated one
-        takes turns with it. A decoded token reads all weights and the cache of each sequence.
-        Answers have `max_new_tokens`, and a prompt token is 2 FLOPs for each weight.
+        Separate servers answer while the learner trains (STEP-03); a colocated server and the
+        learner alternate. A decoded token reads all weights and the cache of each sequence.
+        Answers have `max_new_tokens`; a prompt token is 2 FLOPs for each weight.
         """
         served, new = self.served, self.config.rollout_matching.max_new_tokens
         if served is None or "B" not in self.costs:
@@ -183,7 +184,7 @@ class Estimate:
             }
 
     def refusals(self) -> Iterator[ContractError]:
-        """What cannot fit, with the numbers."""
+        """Yield an error, with the numbers, for each thing that does not fit."""
         cost, served, gpu = self.largest, self.served, self.gpu
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {gpu.name} can be used"
@@ -207,10 +208,9 @@ class Estimate:
 
 
 def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int) -> Estimate:
-    """Estimate a run. samples: of its data.
+    """Estimate a run. samples: the training data. processes: learner GPUs.
 
-    Raises ContractError for a model or data that no run could take, and a number of processes
-    that the config cannot have.
+    Raises ContractError for an invalid model, data, or number of processes.
     """
     check_processes(config, processes)
     check_step_budget(config, len(samples), processes)
@@ -240,7 +240,7 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """Bytes, seconds and counts under plain names."""
+    """Return the document of `learner estimate --json`: bytes, seconds and counts."""
     served = found.served
     return {
         "gpu": found.gpu.name,
@@ -284,7 +284,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
 
 
 def tables(found: Estimate) -> Iterator[Table]:
-    """The numbers of the JSON, and what others have measured."""
+    """Yield the numbers of the JSON as tables, and the published measurements."""
     document = as_json(found)
     plain = {key: value for key, value in document.items() if isinstance(value, int | float)}
     yield _table(f"{found.gpu.name}: learner GPUs and pushes", {"": plain})
@@ -303,15 +303,15 @@ def tables(found: Estimate) -> Iterator[Table]:
 
 
 def _table(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A column for each of `columns`, whose keys are alike; numbers by the unit in their name."""
+    """Return a table of mappings with equal keys; the suffix of a key is its unit."""
     rows = []
     for key in next(iter(columns.values())):
         name = key.replace("_bytes", "").replace("_seconds", "").replace("_", " ")
-        rows.append([name, *(_shown(key, numbers[key]) for numbers in columns.values())])
+        rows.append([name, *(_with_unit(key, numbers[key]) for numbers in columns.values())])
     return Table(title, ("", *(f"#{name}" for name in columns)), rows)
 
 
-def _shown(key: str, value: Any) -> str:
+def _with_unit(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return gib(value) if value >= MIB else f"{value / 1024:.3g} KiB"
     if "seconds" in key:

@@ -1,9 +1,9 @@
-"""The cost of a run's own step on one learner GPU, in closed form.
+"""The cost of a run's step on one learner GPU, in closed form.
 
     config, samples -> segments -> packs -> the longest one -> StepCost of each channel
 
-The factors below were fitted to a step on fake tensors (`tests/unit/fake_step.py`), to which tests
-hold them. FLOPs are those of `learner.models.flops`, by which `perf/mfu` counts.
+The factors below were fitted to steps on fake tensors (`tests/unit/fake_step.py`); tests compare
+both. FLOPs come from `learner.models.flops`, as in `perf/mfu`.
 """
 
 import math
@@ -30,18 +30,18 @@ from learner.training.recipes import Recipe, recipe_class
 from learner.types import Channel, Sample
 from shared_contracts.footprint import GIB
 
-# Of a GPU, what the driver, kernels and a fragmented allocator leave.
+# Share of GPU memory beside driver, kernels and allocator fragmentation.
 USABLE = 0.92
 
-# Of a token or patch in a layer: residual stream, MLP, and heads (queries and keys).
+# Elements of a token or patch in a layer: residual stream, MLP, heads (queries and keys).
 Widths = tuple[float, float, float]
 
 
 class Factors(NamedTuple):
-    """Bytes of a layer for each element of its widths, in bfloat16.
+    """Bytes of a layer for each element of its `Widths`, in bfloat16.
 
-    kept: from its forward to its backward. peak: of its backward, `kept` included. moved: by one
-    forward, in operations that memory bounds; a backward moves twice as much.
+    kept: saved by the forward for the backward. peak: of the backward, `kept` included. moved:
+    memory traffic of a forward's memory-bound operations; a backward has twice as much.
     """
 
     kept: Widths
@@ -52,23 +52,23 @@ class Factors(NamedTuple):
 _ALL = Factors((27, 8, 10), (29, 12, 10), (125, 14, 90))
 _LORA = Factors((18, 8, 10), (29, 14, 10), (168, 38, 80))
 _VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
-# Ratios to bfloat16: float32; `moved` in float32; `moved` with FSDP2, which casts no weight.
+# Factors on bfloat16: of float32; of `moved` in float32; of `moved` with FSDP2 (casts no weights).
 _WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
-# Kept for an element of a patch by each merger, of a token by the final norm, and of a logit.
+# Kept bytes: for a patch element in each merger, a token element in the final norm, a logit.
 _MERGER, _NORM, _LOGIT = 6.7, 12, 4
-# Moved for a logit; for an element of the head's weight, trained or frozen, by a chunk of logits.
+# Moved bytes: for a logit; for a weight of the trained or the frozen head, in a chunk of logits.
 _LOGIT_MOVED, _HEAD_MOVED, _FROZEN_HEAD_MOVED = 220, 34, 4
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One learner process, in bytes and FLOPs.
+    """Cost for one learner process, in bytes and FLOPs.
 
-    tokens: of the longest pack. packs: of a step's samples of this process.
-    weights: of the trained model. start: of a copy of the starting model (GROUP-04).
-    working: the most beside these, gradients and moments.
-    flops: of a pack, with what is recomputed. useful: without it, as `perf/mfu` counts.
-    moved: of a pack, by operations that memory bounds. sent: of a pack, to other processes.
+    tokens: of the longest pack. packs: number in a step. weights: of the trained model.
+    start: copy of the starting model (GROUP-04). working: peak beside weights, start, gradients
+    and moments.
+    flops: of a pack, recomputation included. useful: without recomputation, as in `perf/mfu`.
+    moved: memory traffic of a pack's memory-bound operations. sent: of a pack, to other processes.
     """
 
     tokens: int
@@ -88,7 +88,7 @@ class StepCost:
         return self.weights + self.start + self.gradients + self.moments + self.working
 
     def remedy(self, config: Config, room: float) -> str:
-        """What makes it smaller, where `room` bytes are too few."""
+        """Return advice to fit the step into `room` bytes."""
         fits, lora = self.total - self.working <= room, config.tuner.train_type == "lora"
         ways = [
             ("model.gradient_checkpointing", fits and not config.model.gradient_checkpointing),
@@ -116,17 +116,17 @@ def gib(count: float) -> str:
 
 
 def ring_bytes(whole: float, processes: int) -> float:
-    """Bytes that each process sends in an all-gather or a reduce-scatter of `whole` bytes.
+    """Return the bytes that each process sends in an all-gather or reduce-scatter of `whole` bytes.
 
-    An all-reduce is both, one after the other. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+    An all-reduce is one of each. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
     """
     return whole * (processes - 1) / processes
 
 
 def meta_model(config: Config) -> LoadedModel:
-    """The model that a run trains, on the meta device; its processor and tokenizer are real.
+    """Return the model of a run on the meta device, with real processor and tokenizer.
 
-    Under LoRA the rows of the coordinate tokens count as trained unless the config says no.
+    Coordinate rows count as trained under LoRA unless `train_coordinate_rows` is false.
 
     Raises as `on_meta` and `tuned` do.
     """
@@ -150,7 +150,7 @@ def recipe_of(config: Config, loaded: LoadedModel) -> Recipe:
 
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:
-    """The longest pack of a step that trains on `segments`, and how many packs it has."""
+    """Return the longest pack of a step on `segments`, and the number of packs."""
     packer = StepPacker(config.training, config.global_max_length, make_pack, lambda fill: None)
     packs = packer.chunk(segments, last=True)
     return max(packs, key=len), len(packs)
@@ -159,16 +159,15 @@ def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int
 def step_costs(
     config: Config, loaded: LoadedModel, samples: Sequence[Sample], processes: int = 1
 ) -> dict[Channel, StepCost]:
-    """The cost of a step of each channel that the run has, for one of several processes.
+    """Return the cost of a step of each channel of the run, for one of `processes`.
 
-    A corrected answer of channel B is as long as the ground truth where the model finds all there
-    is.
+    Channel B's corrected answers are assumed to be as long as the ground truth.
 
     loaded: of `meta_model`. samples: of this process's step.
     """
     recipe = recipe_of(config, loaded)
     segments = recipe.channel_a.segments(samples)
-    found: dict[Channel, StepCost] = {}
+    costs: dict[Channel, StepCost] = {}
     for channel in sorted({recipe.channel(step) for step in range(1000)}):
         answers = config.answers_per_sample if channel == "B" else 1
         pack, packs = longest_pack(config, segments * answers)
@@ -179,12 +178,12 @@ def step_costs(
         rows = recipe.objective.select(pack.supervision, channel).head_rows
         context = recipe.self_context(config) if channel == "A" else SelfContext()
         reads_start = config.needs_start and channel == "B"
-        found[channel] = StepCost(
+        costs[channel] = StepCost(
             tokens=len(pack),
             packs=packs,
             weights=weights,
             start=weights if config.needs_start and not step.lora else 0,
-            gradients=4 * trained * (2 if processes > parts else 1),  # DDP has buckets of them
+            gradients=4 * trained * (2 if processes > parts else 1),  # DDP copies them to buckets
             moments=8 * trained,
             working=int(step.working(rows, context.recorded)),
             flops=step.flops(rows, context, reads_start),
@@ -192,11 +191,11 @@ def step_costs(
             moved=step.moved(rows, context, reads_start),
             sent=ring_bytes(step.gathered(context), parts),
         )
-    return found
+    return costs
 
 
 class _Step:
-    """The longest pack of a step, and the model that it goes through."""
+    """The longest pack of a step, and the model."""
 
     def __init__(self, config: Config, loaded: LoadedModel, pack: Pack) -> None:
         self.loaded, self.pack = loaded, pack
@@ -218,7 +217,7 @@ class _Step:
         self.layer = self._layer()
 
     def _layer(self) -> Widths:
-        """Of text. A mixture of experts copies the stream for each expert of a token."""
+        """Return the widths of a text layer; experts copy the stream for each token."""
         text, experts = self.text, getattr(self.text, "num_experts_per_tok", 0)
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = (text.num_attention_heads + text.num_key_value_heads) * head
@@ -228,14 +227,14 @@ class _Step:
         return text.hidden_size * (1 + copies), experts * text.moe_intermediate_size, heads
 
     def count(self, *parts: str) -> int:
-        """Elements of the parameters whose names have one of `parts`."""
+        """Return the elements of all parameters whose names contain one of `parts`."""
         named = self.parameters.items()
         return sum(w.numel() for name, w in named if any(part in name for part in parts))
 
     def working(self, rows: int, recorded: int) -> float:
-        """The most of three moments: backward of the head, of the last layer, and the end."""
+        """Return the peak bytes: in the backward of the head, of the last layer, or at the end."""
         factors, widen = _ALL if self.wide or not self.lora else _LORA, _WIDE if self.wide else 1.0
-        copies = 0 if self.lora or self.wide else 2  # 16-bit ones of trained weights
+        copies = 0 if self.lora or self.wide else 2  # bytes of a trained weight's 16-bit copy
         layers, of_layer = self.text.num_hidden_layers, self.count(".language_model.layers.0.")
         layer = len(self.pack) * _dot(self.layer, factors.peak) * widen
         if self.again:
@@ -265,7 +264,7 @@ class _Step:
         return float(max(left + _NORM * self.stream + chunk + head, left + layer + waiting, end))
 
     def flops(self, rows: int, context: SelfContext, reads_start: bool) -> float:
-        """What `perf/mfu` counts, what a backward computes again, and the starting model's."""
+        """Return FLOPs: those of `perf/mfu`, recomputation, and the starting model's forward."""
         whole = Arithmetic.of(self.loaded.model, self.loaded.inner.config)
         forward, both = whole.of_pack(self.pack, rows)
         text, head, vision, _, square, frames, windows = whole.forward
@@ -274,7 +273,7 @@ class _Step:
             seen = (vision, 0.0, frames, windows) if self.sees else (0.0,) * 4
             layers = replace(whole, forward=(text, head, *seen[:2], square, *seen[2:]))
             again = layers.of_pack(self.pack, rows)[0]
-            if not self.lora:  # no backward needs the last product of a layer
+            if not self.lora:  # the last product of a layer is not recomputed
                 again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
                 block = self.patches * self.block[0] * self.block[1]
                 again -= 2 * self.vision.depth * block if self.sees else 0
@@ -282,7 +281,7 @@ class _Step:
         return context.recorded * (both + again) + middle * forward
 
     def moved(self, rows: int, context: SelfContext, reads_start: bool) -> float:
-        """Bytes of operations that memory bounds."""
+        """Return the memory traffic of memory-bound operations, in bytes."""
         factors = _LORA if self.lora else _ALL
         middle = context.iterations - context.recorded + reads_start
         passes = context.recorded * (4 if self.again else 3) + middle
@@ -295,12 +294,12 @@ class _Step:
         moved += (
             (passes if self.sees else context.iterations + reads_start) * self.vision.depth * vision
         )
-        moved += min(context.recorded, 2) * ends  # forwards between read few logits
+        moved += min(context.recorded, 2) * ends  # other forwards read few logits
         moved *= (_WIDE_MOVED if self.wide else 1) * (_SHARDED_MOVED if self.sharded else 1)
         return float(moved)
 
     def gathered(self, context: SelfContext) -> float:
-        """Bytes that FSDP2 gathers for forwards, and for backwards of layers, and reduces."""
+        """Return the bytes that FSDP2 gathers for forwards and layer backwards, and reduces."""
         groups = [".layers.", ".blocks."] + ([] if self.tied else [".embed_tokens."])
         whole, recorded = self.count(""), context.recorded
         gathered = context.iterations * whole + recorded * self.count(*groups)

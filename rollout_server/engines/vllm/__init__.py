@@ -1,7 +1,6 @@
-"""The vLLM engine: what imports vLLM, in this process and in its workers.
+"""The vLLM engine; only this package imports vLLM.
 
-Here is what stands before that: the environment variables that are set for vLLM, each with its
-reason.
+This module imports no vLLM: it has the environment variables for vLLM, each with its reason.
 """
 
 import os
@@ -14,35 +13,34 @@ from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
-    """The variables vLLM and its libraries must find before they are imported."""
+    """Return the variables that must be set before vLLM is imported."""
     variables = {
-        # A checkpoint is a local directory: nothing is ever looked up on a hub.
+        # A checkpoint is a local directory: no hub is used.
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         # No usage reports.
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Our weight transfer and nothing else that happens to be installed.
+        # Our weight transfer, and no other installed plug-in.
         "VLLM_PLUGINS": "rollmatch_weight_transfer",
-        # The server has threads by the time it starts an engine: forking would be unsafe.
+        # The server has threads when it starts an engine: a fork would be unsafe.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Processes talk to each other without pickle, which would run whatever it is sent.
+        # No pickle between processes, as it can execute code.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         # The bounds of `/infer/`, for OpenAI's routes.
         "VLLM_MAX_N_SEQUENCES": str(settings.max_requests_per_call),
         "VLLM_MAX_IMAGE_PIXELS": str(int(settings.max_image_megapixels * 10**6)),
-        # stdout belongs to whoever started the server.
+        # Logs go to stderr.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
         # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # The engine's process reads the guard's settings. The guard is a logits processor of the model
-    # runner V1; without the guard vLLM chooses the runner.
+    # The guard is a logits processor of the model runner V1; without it, vLLM chooses the runner.
     variables |= repeat_environment(settings.repeat_terminate)
-    if settings.log_format == "json":  # vLLM sets up logging by itself, here and in each engine
+    if settings.log_format == "json":  # vLLM sets up logging itself, here and in each engine
         variables["VLLM_LOGGING_CONFIG_PATH"] = str(JSON_LOGGING_FILE)
-    if settings.distributed_executor_backend != "ray":  # workers listen for this machine alone
+    if settings.distributed_executor_backend != "ray":  # workers listen on the loopback only
         variables |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_LOOPBACK_IP"), "127.0.0.1")
     return variables | (_cpu(settings) if settings.device == "cpu" else _gpu(settings))
 
@@ -69,18 +67,18 @@ def _gpu(settings: ServerSettings) -> dict[str, str]:
     if CUDA_VISIBLE not in os.environ or settings.distributed_executor_backend == "ray":
         return {}
     visible = visible_gpus(os.environ)
-    if not visible:  # of a machine whose driver does not tell its GPUs
+    if not visible:  # the driver does not list its GPUs
         return {}
     return {
-        # CUDA takes the beginning of a UUID and blanks between names; vLLM takes ids and whole
-        # UUIDs. Ids mean the same to both: `run_program` sets CUDA_DEVICE_ORDER, and
-        # `check_gpus` refuses other names than those of the first GPUs in their order.
+        # CUDA accepts UUID prefixes and blanks; vLLM accepts only ids and whole UUIDs. Ids are the
+        # same for both: `run_program` sets CUDA_DEVICE_ORDER, and `check_gpus` requires that each
+        # GPU's id is its index in this list.
         CUDA_VISIBLE: ",".join(map(str, visible)),
     }
 
 
 def build(settings: ServerSettings, index: int) -> Engine:
-    """Start replica `index`: its process, and the model in it (seconds)."""
-    from rollout_server.engines.vllm.engine import VllmEngine  # it imports vLLM
+    """Start the process of replica `index`, and load the model (seconds)."""
+    from rollout_server.engines.vllm.engine import VllmEngine  # imports vLLM
 
     return VllmEngine.build(settings, index)

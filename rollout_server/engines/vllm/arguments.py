@@ -11,45 +11,44 @@ from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
 from shared_contracts.footprint import ENGINE_SHARE
 
-# Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
+# Tokens of one CPU forward: about 80 prompts of 200 tokens.
 CPU_BATCHED_TOKENS = 16384
-# Reads the guard of a running worker.
-REPORT = "rollout_server.engines.vllm.repeat_processor.RepeatReport"
-# Of one GPU forward: vLLM would choose 2,048 for an engine that no server of its own uses.
+# Tokens of one GPU forward; vLLM's default for an engine outside of its own server is 2,048.
 GPU_BATCHED_TOKENS = 8192
+# Worker extension that reads the repeat guard.
+REPORT = "rollout_server.engines.vllm.repeat_processor.RepeatReport"
 
 
 def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
-    """vLLM's arguments for replica `index`."""
+    """Return vLLM's arguments for replica `index`."""
     common: dict[str, Any] = {
         "model": str(settings.checkpoint),
         # The name in `/v1/models`.
         "served_model_name": str(settings.model),
         "dtype": settings.dtype,
-        # Code that lies in a checkpoint is never run.
+        # Code in a checkpoint is never run.
         "trust_remote_code": False,
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        # Waiting requests are taken by their turn (`serving.infer`), not in their order of arrival.
+        # Waiting requests are ordered by turn (`serving.infer`), not by arrival.
         "scheduling_policy": "priority",
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": settings.enable_prefix_caching,
-        # Both ends of the image cache would have to agree on requests that are rendered
-        # and then refused because another one in their call is bad.
+        # The two ends of this cache would disagree after rendered requests of a refused call.
         "mm_processor_cache_gb": 0,
-        # For OpenAI's routes: images come as data URLs, and no host is allowed.
+        # For OpenAI's routes: only data URLs, no host is allowed.
         "allowed_media_domains": ["none.invalid"],
         "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        # One adapter in a batch, in the type of the model's weights. vLLM keeps the one before it,
-        # which running sequences use.
+        # One adapter in a batch, in the type of the model's weights. vLLM keeps the previous one
+        # for running sequences.
         "enable_lora": settings.enable_lora,
         "max_loras": 1,
         "max_cpu_loras": 2,
         "max_lora_rank": settings.max_lora_rank,
         "lora_dtype": "auto",
-        # The learner's adapters may reach into the vision tower.
+        # Adapters may include the vision tower.
         "enable_tower_connector_lora": settings.enable_lora,
     }
     if settings.repeat_terminate.enabled:
@@ -69,14 +68,14 @@ def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
-        # The worker lives in the engine process: one process less to start.
+        # `uni` runs the worker in the engine process.
         "distributed_executor_backend": settings.distributed_executor_backend
         or ("uni" if settings.tensor_parallel_size == 1 else "mp"),
     }
 
 
 def _cpu_dtype(settings: ServerSettings) -> str:
-    """`auto` is the checkpoint's own type; vLLM would make bfloat16 of float32."""
+    """Return the type; `auto` is the checkpoint's (vLLM would convert float32 to bfloat16)."""
     if settings.dtype != "auto":
         return settings.dtype
     config = json.loads((settings.checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -89,7 +88,7 @@ def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
         "device_ids": None if by_ray else settings.gpus_of(index),
         "distributed_executor_backend": settings.distributed_executor_backend,
         "gpu_memory_utilization": settings.gpu_memory_utilization or ENGINE_SHARE,
-        # Memory that can be given up comes from an allocator of its own.
+        # A special allocator, which can release memory.
         "enable_sleep_mode": settings.share_gpus,
         "max_num_batched_tokens": settings.max_num_batched_tokens
         or max(GPU_BATCHED_TOKENS, settings.max_num_seqs),

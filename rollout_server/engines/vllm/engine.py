@@ -1,6 +1,6 @@
 """One vLLM engine: sampling, generation, sleep, phases of a weight update.
 
-Errors of vLLM leave this module as those of `engine_protocol`.
+Errors of vLLM become errors of `engine_protocol`.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 def sampling_params(
     config: RequestConfig, seed: int | None, max_tokens: int, sentinel: int | None = None
 ) -> SamplingParams:
-    """Every sampling parameter explicitly, so that none comes from the checkpoint.
+    """Return all sampling parameters, so that none comes from the checkpoint.
 
-    sentinel: id with which the repeat guard ends the sequence.
-    Raises PromptRefused for a combination vLLM does not take.
+    sentinel: stop id of the repeat guard.
+    Raises PromptRefused for a combination that vLLM does not support.
     """
     try:
         return SamplingParams(
@@ -73,7 +73,7 @@ def sampling_params(
             seed=seed,
             # 0: of the chosen token only. vLLM's default mode is `raw_logprobs`.
             logprobs=0 if config.logprobs else None,
-            # Needed to find stop strings; coordinate tokens may be declared special.
+            # Required for stop strings; coordinate tokens may be special tokens.
             detokenize=bool(config.stop),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,
@@ -85,16 +85,16 @@ def sampling_params(
 
 T = TypeVar("T")
 
-# vLLM's tags of the memory that an engine can give up.
+# vLLM's tags of releasable memory.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """An `engine_protocol.Engine`, which describes the methods.
+    """The implementation of `engine_protocol.Engine`, which describes the methods.
 
-    guard: settings of the repeat guard that `prepare` requires of every worker.
+    guard: settings of the repeat guard; `prepare` compares those of every worker.
     """
 
     def __init__(self, llm: AsyncLLM, index: int, guard: RepeatTerminateConfig) -> None:
@@ -103,7 +103,7 @@ class VllmEngine:
         dtype = str(llm.model_config.dtype).removeprefix("torch.")
         self.dtype = TypeAdapter[DtypeName](DtypeName).validate_python(dtype)
         self._guard = guard
-        self._sentinel: int | None = None  # of the guard, once it is known to be active
+        self._sentinel: int | None = None  # of an active guard
         self._adapter: Adapter | None = None  # of new sequences
         self.holds_checkpoint = True
         self.index = index
@@ -129,11 +129,11 @@ class VllmEngine:
 
     @property
     def heartbeat_age_s(self) -> float:
-        # Weight phases stop the engine's loop, and have deadlines of their own.
+        # Weight phases block the engine's loop and have their own deadlines.
         return 0.0 if self._phases else time.monotonic() - self._last_sign
 
     async def heartbeat(self) -> None:
-        """Ask the engine's own loop for an answer: a hung engine gives none."""
+        """Call the engine's loop; a hung engine does not answer."""
         await self._reached(self._llm.is_paused())
         self._last_sign = time.monotonic()
 
@@ -141,7 +141,7 @@ class VllmEngine:
         self._given_up.set()
 
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
-        """Apply the model's chat template and processor; the renderer ends with the engine."""
+        """Apply the model's chat template and processor."""
         self._refuse_control_tokens(messages)
         if self._given_up.is_set():
             raise EngineDead(f"replica {self.index} is dead")
@@ -161,7 +161,7 @@ class VllmEngine:
         return [str(token) for token in added if token.special]
 
     def _refuse_control_tokens(self, messages: list[ChatMessage]) -> None:
-        """Text is text: a control token spelled out in it would be encoded as the token."""
+        """Raise PromptRefused for text that would be encoded as a control token."""
         text = "\n".join(part or "" for message in messages for part in message.parts)
         if found := [token for token in self._control_tokens if token in text]:
             raise PromptRefused(f"the text spells out {found[0]}, which the chat template writes")
@@ -195,7 +195,7 @@ class VllmEngine:
     async def stream(
         self, prompt: Any, sampling: SamplingParams, turn: int, send: Callable[[Any], None]
     ) -> None:
-        """Pass every output of vLLM's `generate` to `send`, with the text as `/infer/` has it.
+        """Pass every output of vLLM's `generate` to `send`, with the same text as `/infer/`.
 
         Raises EngineDead, Aborted, and vLLM's errors for a bad request.
         """
@@ -220,7 +220,7 @@ class VllmEngine:
         if finish is None:
             raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
         token_ids, text, sentinel = list(output.token_ids), output.text, self._sentinel
-        # A stop string ends inside the text; anything else that stops is one last token.
+        # A stop string is part of the text; any other stop is one final token.
         if not isinstance(output.stop_reason, str):
             if finish == "stop":
                 token_ids.pop()
@@ -239,7 +239,7 @@ class VllmEngine:
         )
 
     def _decode(self, token_ids: list[int]) -> str:
-        """All of the text: vLLM's own leaves out bytes that do not end a character yet."""
+        """Return the whole text; vLLM's text lacks incomplete characters at its end."""
         tokenizer = self._llm.get_tokenizer()
         return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
@@ -255,11 +255,10 @@ class VllmEngine:
         return bool(self._asleep)
 
     async def sleep(self) -> None:
-        """Pause, move the weights to host memory and drop the KV cache: vLLM's level 1.
+        """Pause, move the weights to host memory and drop the KV cache (vLLM's level 1).
 
-        Level 2 drops the weights, too. A push would not replace all of them: vLLM keeps the
-        buffers of a model, but not its other tensors, such as those of Qwen3-VL's deepstack and of
-        LoRA layers.
+        Level 2 would drop tensors that are neither buffers nor part of a push, such as those of
+        Qwen3-VL's deepstack and of LoRA layers.
         """
         try:
             await self.pause()
@@ -279,7 +278,7 @@ class VllmEngine:
             self._asleep.difference_update(due)
 
     async def _move_memory(self, call: Coroutine[Any, Any, object]) -> None:
-        """Give up an engine where this breaks: its memory is unknown. Raises EngineDead."""
+        """Run a call that moves memory; a failure ends the engine. Raises EngineDead."""
         try:
             await self._worker_call(call)
         except BaseException as error:
@@ -326,22 +325,22 @@ class VllmEngine:
         self.weights_version = version
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        if self._asleep:  # then it has no memory for the adapter
+        if self._asleep:
             await self.resume()
-        # In place: an adapter of this version may have been loaded by a push that broke.
+        # In place: a failed push may have loaded an adapter of this version.
         await self._worker_call(self._llm.add_lora(_lora(adapter, load_inplace=True)))
 
     async def use_adapter(self, adapter: Adapter) -> None:
         self._adapter, self.weights_version = adapter, adapter.version
 
     async def _worker_call(self, call: Coroutine[Any, Any, object]) -> None:
-        """Raises WeightPhaseFailed with what a worker says, and EngineDead."""
+        """Run a call of the workers. Raises WeightPhaseFailed or EngineDead."""
         self._phases += 1
         try:
             await self._reached(call)
         except EngineDead:
             raise
-        except Exception as error:  # vLLM raises any
+        except Exception as error:  # vLLM raises many types
             raise WeightPhaseFailed(f"replica {self.index}: {error}") from error
         finally:
             self._phases -= 1
@@ -349,7 +348,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         if not self._given_up.is_set():
-            # vLLM's output loop would report the end we ask for as a death, with a traceback.
+            # vLLM's output loop would log the shutdown as an error, with a traceback.
             logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         self._llm.shutdown()
 
@@ -394,11 +393,11 @@ def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> li
 
 
 def _logprobs(output: CompletionOutput, length: int) -> list[float]:
-    """Of the first `length` tokens, in nats."""
-    said: Any = output.logprobs
-    return [said[place][output.token_ids[place]].logprob for place in range(length)]
+    """Return the log-probabilities of the first `length` tokens, in nats."""
+    logprobs: Any = output.logprobs
+    return [logprobs[place][output.token_ids[place]].logprob for place in range(length)]
 
 
 def _version(label: str) -> int:
-    """vLLM calls the weights of the checkpoint "default" until told otherwise."""
+    """Return a weights version; vLLM's initial label is "default"."""
     return FIRST_VERSION if label == "default" else int(label)

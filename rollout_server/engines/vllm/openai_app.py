@@ -35,14 +35,14 @@ class BalancedClient:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: object
     ) -> AsyncGenerator[Any, None]:
-        """Generate with the server's own priority, adapter and request id; options are ignored."""
+        """Generate with the server's priority, adapter and request id; ignores other options."""
         n, max_tokens = sampling_params.n, sampling_params.max_tokens or 0
         tokens = len(prompt["prompt_token_ids"]) + n * max_tokens
         return self._generate_chat(prompt, sampling_params, tokens, n)
 
 
 async def openai_app(llm: AsyncLLM, generate_chat: ChatGenerate) -> FastAPI:
-    """Make the app with vLLM's chat and models routes; it is bound to the renderer of `llm`."""
+    """Return an app with vLLM's chat and models routes, bound to the renderer of `llm`."""
     model = str(llm.model_config.served_model_name)
     parser: Any = ArgumentParser()  # the options of vLLM's own parser, with its defaults
     args = make_arg_parser(parser).parse_args(["--model", model])

@@ -6,8 +6,8 @@
     finish_weight_update   vLLM's layerwise reload ends           POST /finish_weight_update/
     shutdown               leave the group                        POST /close_communicator/
 
-The wire format is in `shared_contracts.weights`. A worker that fails leaves the group, so that the
-learner's send ends at once.
+The wire format is in `shared_contracts.weights`. A failed worker leaves the group, which ends the
+learner's send at once.
 """
 
 import mmap
@@ -53,7 +53,7 @@ _MOST_JSON = 64 * 2**10
 class GroupInfo(WeightTransferInitInfo):
     """group: fields of the `InitCommunicator`.
 
-    first_worker: number of the engine's first worker among those of all engines.
+    first_worker: index of the engine's first worker among the workers of all engines.
     """
 
     group: dict[str, Any]
@@ -62,23 +62,23 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class Manifest(WeightTransferUpdateInfo):
-    """parameters: fields of each `ParameterMeta`, in the order in which they travel."""
+    """parameters: fields of each `ParameterMeta`, in wire order."""
 
     parameters: list[dict[str, Any]]
 
 
 class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
-    """One worker in the weight group."""
+    """vLLM's weight transfer engine of one worker."""
 
     init_info_cls = GroupInfo
     update_info_cls = Manifest
 
     _group: "Group | None" = None
     _bucket_bytes = 0
-    _loading = ""  # name of the parameter that is loaded
+    _loading = ""  # name of the parameter being loaded
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        """Join the group; return once every rank has joined.
+        """Join the group, and wait for all ranks.
 
         Raises TimeoutError with the missing ranks after `timeout_s`.
         """
@@ -91,16 +91,15 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
         for module in self.model.modules() if self.device.type == "cpu" else ():
-            # vLLM packs the experts' weights in place when it sets up this kernel, and not when
-            # it loads them again.
+            # The set-up of this kernel packs the experts' weights; a reload alone does not.
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
     def receive_weights(self, update_info: Manifest) -> None:
-        """Receive every bucket and load all of them by one `load_weights`.
+        """Receive all buckets and load them by one `load_weights`.
 
-        Raises RuntimeError with the parameter that cannot be loaded, or if a digest differs.
+        Raises RuntimeError with the parameter that cannot be loaded, or for a wrong digest.
         """
         if self._group is None:
             raise RuntimeError("there is no weight group")
@@ -121,18 +120,18 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         buckets = group.receive([*sizes, 8 * len(sizes)])
-        found = []
+        digests = []
         for members in plan:
             bucket = next(buckets)
             words = bucket.view(torch.int64)
             positions = torch.arange(positions_of(len(words)), device=words.device)
-            found.append(digest(words, positions))
+            digests.append(digest(words, positions))
             for name, tensor in unpacked(bucket, members):
                 self._loading = name
                 yield name, tensor.to(self.device)
             self._loading = ""
         sent = next(buckets).view(torch.int64).tolist()
-        wrong = [i for i, total in enumerate(found) if int(total) != sent[i]]
+        wrong = [i for i, total in enumerate(digests) if int(total) != sent[i]]
         if wrong:
             first = plan[wrong[0]]
             raise RuntimeError(
@@ -144,25 +143,24 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         finalize_layerwise_reload(self.model, self.model_config)
         weights = set[int]()
         for module in self.model.modules() if self.device.type == "cpu" else ():
-            # A head that shares the weight of the embedding multiplies with a packed copy, which
-            # the reload does not pack again. A layer that takes adapters shares it with its
-            # `base_layer`, which has been packed: a convolution is packed in place.
+            # A layer with adapters shares the weight of its `base_layer`, which is packed already.
             if hasattr(module, "base_layer"):
                 continue
+            # A tied head has a packed copy of the embedding, which the reload does not update.
             weight: Any = getattr(module, "weight", None)
             if id(weight) in weights and (method := getattr(module, "quant_method", None)):
                 method.process_weights_after_loading(module)
             weights.add(id(weight))
 
     def shutdown(self) -> None:
-        """Leave the group. Its connections close once its last collective is over."""
+        """Leave the group; its connections close after its last collective."""
         if self._group is not None:
             held, self._group = [self._group], None
             threading.Thread(target=held.clear, daemon=True).start()
 
 
 def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tuple[str, Tensor]]:
-    """Cut a uint8 bucket into its named tensors, which are views of it."""
+    """Yield the names and tensors of a uint8 bucket, as views."""
     offset = 0
     for parameter in parameters:
         data = bucket[offset : offset + parameter.num_bytes]
@@ -170,14 +168,14 @@ def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tu
         offset += parameter.wire_bytes
 
 
-# `ProcessGroupGloo` or `ProcessGroupNCCL`: the stubs of torch lack their methods.
+# `ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack their methods.
 ProcessGroup: TypeAlias = Any
 
 
 def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Group":
-    """Join the group of a worker; return once every rank of it has joined.
+    """Return the group of a worker, after all its ranks have joined.
 
-    worker: its number among the workers of all engines.
+    worker: its index among the workers of all engines.
     """
     timeout = timedelta(seconds=info.timeout_s)
     store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -200,9 +198,9 @@ class Group:
         self._timeout_s = timeout_s
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield a uint8 tensor of each size; while one is used, the next one arrives.
+        """Yield a uint8 tensor of each size; the next one is received meanwhile.
 
-        Raises RuntimeError (torch's) if rank 0 is gone, or silent for the group's timeout.
+        Raises RuntimeError if rank 0 is lost or the transfer exceeds the group's timeout.
         """
         left = _countdown(self._timeout_s)
         arriving = self._begin(sizes[0], left)
@@ -215,16 +213,16 @@ class Group:
 
     def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Any]:
         self._group.set_timeout(left())
-        # A fresh tensor each time: the reload keeps views of it until a layer is complete.
+        # A new tensor each time: the reload keeps views of it until a layer is complete.
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         return data, self._group.broadcast(data, 0)
 
 
 class SharedMemoryGroup(Group):
-    """Copies buckets out of memory of the learner."""
+    """Copies buckets from the learner's memory."""
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield a uint8 tensor of each size; while one is used, rank 0 fills the next slot."""
+        """Yield a uint8 tensor of each size; rank 0 fills the next slot meanwhile."""
         left = _countdown(self._timeout_s)
         shared = self._receive_description(left)
         slots = mapped(shared).split(shared.slot_bytes)
@@ -251,7 +249,7 @@ class SharedMemoryGroup(Group):
 
 
 def _countdown(timeout_s: float) -> Callable[[], timedelta]:
-    """Return a function that returns the time left; it raises RuntimeError when there is none."""
+    """Return a function that returns the time left, or raises RuntimeError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
 
     def left() -> timedelta:
@@ -264,24 +262,23 @@ def _countdown(timeout_s: float) -> Callable[[], timedelta]:
 
 
 def mapped(shared: SharedMemory) -> Tensor:
-    """Return the learner's memory as a uint8 tensor of this process, of two slots.
+    """Map the learner's memory (two slots) as a uint8 tensor.
 
-    Raises RuntimeError if it cannot be mapped (another machine, or another GPU) or is not the
-    memory of a learner.
+    Raises RuntimeError if it cannot be mapped (another machine or GPU) or is no learner's memory.
     """
     memory, size = shared.memory, 2 * shared.slot_bytes
     if isinstance(memory, DeviceMemory):
         return _device_tensor(memory, size)
     try:
-        # Not blocking: the path may name a pipe.
+        # O_NONBLOCK: the path may name a pipe.
         file = os.open(memory.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise RuntimeError(f"the learner's memory cannot be opened: {error}") from error
     try:
-        found, held = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
-        if not found.startswith(f"/memfd:{HOST_MEMORY_NAME}") or held != size:
-            wanted = f"not a learner's memory of {size} bytes"
-            raise RuntimeError(f"{memory.path} is {found} of {held} bytes, {wanted}")
+        target, held = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
+        if not target.startswith(f"/memfd:{HOST_MEMORY_NAME}") or held != size:
+            expected = f"not a learner's memory of {size} bytes"
+            raise RuntimeError(f"{memory.path} is {target} of {held} bytes, {expected}")
         pages = mmap.mmap(file, size, prot=mmap.PROT_READ)
     finally:
         os.close(file)
@@ -305,7 +302,7 @@ def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:
 
 
 def _device_of(gpu: str) -> int:
-    """Return the index of the GPU with this UUID among those that this process sees."""
+    """Return this process's index of the GPU with a UUID."""
     for device in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(device).uuid) == gpu:
             return device
@@ -314,6 +311,6 @@ def _device_of(gpu: str) -> int:
 
 @cache
 def register() -> None:
-    """vLLM's plug-in: called in every process of an engine, which ends with its parent."""
+    """Entry point of vLLM's plug-in, called in every engine process; it ends with its parent."""
     die_with_parent()
     WeightTransferEngineFactory.register_engine(BACKEND, PushEngine)

@@ -6,10 +6,10 @@
 
 Its settings are read from the environment (`repeat_config`).
 
-A sequence that triggers can only continue with the sentinel if the sentinel is among its stop ids,
-else with the end-of-sequence token. The sentinel is an id that no answer contains. While a
-sequence of the batch stops at it, the whole batch can only get it from the guard. So the guard
-ended a sequence exactly if the sequence stopped at the sentinel.
+After a trigger, the only possible next token is the sentinel if that is among the stop ids, else
+the end-of-sequence token. The sentinel is an id that no answer contains. While a sequence of the
+batch has it as a stop id, only the guard can produce it. So the guard ended a sequence exactly if
+the sequence stopped at the sentinel.
 """
 
 import os
@@ -28,8 +28,7 @@ from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
-# Special tokens of the Qwen family that neither an answer nor a conversation uses, the least
-# useful first.
+# Special tokens of the Qwen family that neither answers nor conversations use, least useful first.
 RESERVED_TOKENS = (
     "<|fim_pad|>",
     "<|fim_prefix|>",
@@ -42,11 +41,10 @@ RESERVED_TOKENS = (
 
 
 def choose_sentinel(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
-    """Return an id below `vocab_size` (the width of the logits) that no answer contains.
+    """Return an id below `vocab_size` (the width of the logits) that no answer contains, or None.
 
-    That is the highest id without a token (padded embeddings have some), else the first of
-    `RESERVED_TOKENS` that the chat template does not write and that neither begins, ends nor pads
-    a sequence. None if there is none.
+    This is the highest id without a token (padded embeddings have some), else the first of
+    `RESERVED_TOKENS` that is not in the chat template and is no EOS, BOS or padding token.
     """
     vocab = tokenizer.get_vocab()
     if unused := set(range(vocab_size)).difference(vocab.values()):
@@ -89,9 +87,9 @@ class RepeatProcessor(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the batch (vLLM's `BatchUpdate`, or None if it has not changed).
+        """Update the rows from vLLM's `BatchUpdate`; None: no change.
 
-        `apply` reads the ids: asynchronous scheduling writes them later.
+        `apply` reads the ids, because asynchronous scheduling writes them later.
         """
         if batch_update is None:
             return
@@ -109,7 +107,7 @@ class RepeatProcessor(LogitsProcessor):
         self._hide_sentinel = self.sentinel in {sequence.last_id for sequence in rows.values()}
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: rows x vocabulary, changed in place."""
+        """Force the last token of triggered sequences. logits: (rows, vocabulary), in place."""
         if self._hide_sentinel:
             logits[:, self.sentinel] = -torch.inf
         for row, sequence in self._rows.items():
@@ -126,11 +124,11 @@ class RepeatProcessor(LogitsProcessor):
 
 
 class _Sequence:
-    """A guard and the number of ids that it has taken.
+    """A guard and the number of ids that it has processed.
 
-    output_ids: vLLM's own list. vLLM appends to it, writes -1 for an id that is not known yet, and
-        may discard ids from its end.
-    last_id: the only id that may follow once the guard has triggered.
+    output_ids: vLLM's list. vLLM appends to it, writes -1 for an id that is not known yet, and may
+        discard ids from its end.
+    last_id: the only possible id after a trigger.
     """
 
     __slots__ = ("_guard", "_make_guard", "_output_ids", "_taken", "last_id")
@@ -143,7 +141,7 @@ class _Sequence:
         self._guard, self._taken = make_guard(), 0
 
     def has_triggered(self) -> bool:
-        """Take every known id since the last call, or all of them after a discard."""
+        """Process new ids, or all ids after a discard; return whether the guard triggered."""
         ids, guard, taken = self._output_ids, self._guard, self._taken
         if len(ids) < taken:
             guard, taken = self._make_guard(), 0
@@ -156,10 +154,10 @@ class _Sequence:
 
 
 class RepeatReport:
-    """The part of a worker extension that reads the guard of a running worker."""
+    """Worker extension that reads the guard of a running worker."""
 
     def repeat_guard(self) -> dict[str, Any] | None:
-        """Return settings and sentinel of the processor that vLLM built here, None without one."""
+        """Return settings and sentinel of this worker's processor, or None."""
         processor = RepeatProcessor.built
         if processor is None:
             return None

@@ -5,7 +5,7 @@
 
 ms-swift imports this file in the server and in each process that builds an engine. The import adds
 the logits processor to the arguments of every later engine and selects the model runner V1.
-A sequence that triggers ends with the end-of-sequence token; ms-swift's answers do not mark it.
+A triggered sequence ends with the end-of-sequence token; ms-swift's answers do not mark it.
 """
 
 import os
