@@ -36,7 +36,7 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server import ServerBackend
 from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
@@ -112,7 +112,7 @@ def _step_s(
     count: int = CHUNKS * CHUNK_SAMPLES,
 ) -> float:
     """Seconds of one channel-B step of `count` samples."""
-    asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
+    asking = RequestSettings("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
     policy = Policy(backend, asking)
     recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s), FixedPipeline())
     runner = StepRunner(_config(), recipe, policy)

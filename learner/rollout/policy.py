@@ -25,11 +25,11 @@ from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
 Requests = Sequence[RolloutInferRequest]
-Ask = Callable[[Requests, RequestConfig], list[RolloutOutput]]
+Generate = Callable[[Requests, RequestConfig], list[RolloutOutput]]
 
 
 @dataclass(frozen=True)
-class Asking:
+class RequestSettings:
     """The prompt of every request, and the decoding of answers.
 
     evaluation: the decoding of evaluations; None: `config`.
@@ -41,7 +41,7 @@ class Asking:
     evaluation: RequestConfig | None = None
 
 
-def asking_of(config: Config) -> Asking:
+def request_settings(config: Config) -> RequestSettings:
     """Return the instruction and the decoding of a training YAML."""
     rollout = config.rollout_matching
     request_config = RequestConfig(
@@ -57,7 +57,9 @@ def asking_of(config: Config) -> Asking:
     if rollout.eval_detection.greedy:
         greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
         evaluation = request_config.model_copy(update=greedy)
-    return Asking(config.template.prompt, config.template.system, request_config, evaluation)
+    return RequestSettings(
+        config.template.prompt, config.template.system, request_config, evaluation
+    )
 
 
 class Policy:
@@ -66,9 +68,9 @@ class Policy:
     Nothing is trained within a block of `backend.serving()`, which has a push with its answers.
     """
 
-    def __init__(self, backend: RolloutBackend, asking: Asking) -> None:
+    def __init__(self, backend: RolloutBackend, settings: RequestSettings) -> None:
         self.backend = backend
-        self._asking = asking
+        self._settings = settings
         self._updates: int | None = None  # since the last push; None before the first
         self._has_answered = False
 
@@ -111,7 +113,7 @@ class Policy:
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
         assert not self.is_behind(), "push_if_stale comes before stream"
-        with closing(self.backend.stream(*self._asked(samples, seed, False))) as chunks:
+        with closing(self.backend.stream(*self._requests(samples, seed, False))) as chunks:
             with self._naming_first_wait(len(samples)):
                 first = next(chunks, None)
             if first is not None:
@@ -123,8 +125,7 @@ class Policy:
 
         Raises PushNeeded.
         """
-        ask = self.backend.rollout_asynchronous
-        return self._answer(ask, samples, seed, evaluating=False)
+        return self._answer(self.backend.rollout_asynchronous, samples, seed, evaluating=False)
 
     def repush_restarted(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
@@ -135,18 +136,18 @@ class Policy:
             self.backend.repush_restarted()
 
     def _answer(
-        self, ask: Ask, samples: Sequence[Sample], seed: int, evaluating: bool
+        self, generate: Generate, samples: Sequence[Sample], seed: int, evaluating: bool
     ) -> list[RolloutOutput]:
         with self._naming_first_wait(len(samples)):
-            return ask(*self._asked(samples, seed, evaluating))
+            return generate(*self._requests(samples, seed, evaluating))
 
     def _decoding(self, evaluating: bool) -> RequestConfig:
-        return (evaluating and self._asking.evaluation) or self._asking.config
+        return (evaluating and self._settings.evaluation) or self._settings.config
 
-    def _asked(
+    def _requests(
         self, samples: Sequence[Sample], seed: int, evaluating: bool
     ) -> tuple[list[RolloutInferRequest], RequestConfig]:
-        prompt, system = self._asking.prompt, self._asking.system
+        prompt, system = self._settings.prompt, self._settings.system
         requests = [build_request(sample, prompt, system) for sample in samples]
         return requests, self._decoding(evaluating).model_copy(update={"seed": seed})
 

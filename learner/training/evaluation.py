@@ -13,7 +13,7 @@ from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import over_processes
 from learner.stages.formats import answer_format
@@ -97,7 +97,7 @@ def score_checkpoint(
     folder = folder or Path(config.training.output_dir)
     with waiting_for("rollouts to be set up"):
         backend = open_backend(config, loaded, clients, folder, samples, placement)
-    policy = Policy(backend, asking_of(config))
+    policy = Policy(backend, request_settings(config))
     try:
         with policy.backend.serving():
             policy.push_if_stale()

@@ -47,7 +47,7 @@ from learner.models.packing_check import check_packing
 from learner.models.prompts import PromptEncoder
 from learner.models.start import StartModel
 from learner.rollout.client import RolloutClient
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
@@ -166,7 +166,7 @@ def train_as(
         stack.callback(display.stop)
         calls, count = CallLog(folder, peers.rank), None
         if config.data.on_bad_sample == "skip":
-            train = _stand_ins(config, inputs, peers)
+            train = _replaced_samples(config, inputs, peers)
             inputs, count = replace(inputs, train=train), train.take_replaced
         parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
         runner = build_runner(parts)
@@ -195,10 +195,10 @@ def _open_policy(
         config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
     )
     backend.version.newest = max(backend.version.newest, inputs.start.weights_version)
-    return Policy(backend, asking_of(config))
+    return Policy(backend, request_settings(config))
 
 
-def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> ReplacedSamples:
+def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> ReplacedSamples:
     """Return the training samples with replacements for bad ones; log them in the run folder."""
     log = BadSampleLog(config.training.output_dir, peers.rank)
     if peers.rank == 0:

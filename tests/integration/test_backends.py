@@ -13,7 +13,7 @@ import pytest
 
 from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.models.load import load_model
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.training.backends import open_backend
 from learner.training.input_checks import check_backend, read_inputs
@@ -78,7 +78,7 @@ def answers(mapping: dict[str, Any], weights: Path) -> Answers:
     set_weights(loaded.model, weights)
     folder.mkdir()
     backend = open_backend(config, loaded, reach_servers(config), folder, samples, placement)
-    policy = Policy(backend, asking_of(config))
+    policy = Policy(backend, request_settings(config))
     try:
         policy.push_if_stale()
         return [asdict(output) for output in policy.answer(samples, seed=7)]

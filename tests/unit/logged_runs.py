@@ -15,7 +15,7 @@ from learner.config.schema import Config
 from learner.models.load import LoadedModel
 from learner.models.prompts import PromptEncoder
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.runs.rollout_log import RolloutLog
 from learner.training.asynchronous_rollouts import BatchMaker, Gate
@@ -127,7 +127,7 @@ class RunMaker:
     def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
         answers = Answers(self._samples, self._loaded, prompt)
         backend = answers if chunk is None else InChunks(answers, chunk)
-        return Policy(backend, asking_of(config))
+        return Policy(backend, request_settings(config))
 
     def _step(
         self,

@@ -20,7 +20,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.stages.packing import Part
@@ -125,7 +125,7 @@ class Actor:
         self.samples = samples
         self.servers = Servers(samples, parts, free=free)
         self.servers.requests_of_round = round_size
-        self.policy = Policy(self.servers, asking_of(config))
+        self.policy = Policy(self.servers, request_settings(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.buffer = WatchedBuffer(keys, total)
         rollout = config.rollout_matching.model_copy(update={"async_rollout": keys})

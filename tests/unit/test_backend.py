@@ -8,7 +8,7 @@ import pytest
 
 from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.parallel_calls import in_parallel, run_together
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
@@ -120,7 +120,7 @@ def backend() -> Recorder:
 
 @pytest.fixture
 def policy(backend: Recorder) -> Policy:
-    return Policy(backend, Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5)))
+    return Policy(backend, RequestSettings("Detect.", "Be exact.", RequestConfig(max_tokens=5)))
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")

@@ -30,7 +30,7 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import load_model
 from learner.rollout.backend import Call, Journal, RolloutBackend
-from learner.rollout.policy import Asking, Policy, asking_of
+from learner.rollout.policy import Policy, RequestSettings, request_settings
 from learner.stages.matching import most_pairs
 from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
@@ -265,7 +265,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
     }
     config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=sampled)
     backend = Scripted([encode(toy_tokenizer, "{}")])
-    policy = Policy(backend, asking_of(config))
+    policy = Policy(backend, request_settings(config))
     logged: list[dict[str, Any]] = []
     policy.push_if_stale()
     one = [sample(CAT)]
@@ -286,7 +286,7 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     journal.call(Call("http://a:1", 0, 4, 7, 2, "answered"))
     journal.push("http://a:1", False, report(1, "e-0", seconds=2.0))
     backend = Scripted([encode(toy_tokenizer, "{}") for _ in inputs.val], journal)
-    policy = Policy(backend, Asking("Detect.", None, RequestConfig()))
+    policy = Policy(backend, RequestSettings("Detect.", None, RequestConfig()))
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
     parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))

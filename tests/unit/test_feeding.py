@@ -18,7 +18,7 @@ from learner.data.toy import ToyData
 from learner.models.packs import Pack, Segment
 from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats, Reader
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
 from learner.training.channels import ChannelB, Encoding
@@ -135,7 +135,7 @@ class Feeding:
         self.servers = Servers(samples, parts)
         self.channel_b = Assessing(encoding(parts, config, self.watched), config)
         backend = self.servers if round_size is None else InChunks(self.servers, round_size)
-        self.policy = Policy(backend, asking_of(config))
+        self.policy = Policy(backend, request_settings(config))
         self.packer = Packer(config.training, config.global_max_length)
 
     def chunks(self, step: int = 0) -> Iterator[list[str]]:

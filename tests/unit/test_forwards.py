@@ -21,7 +21,7 @@ from learner.models.packs import Pack
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.pipeline import PackLoss
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.recipes import Recipe
@@ -128,7 +128,7 @@ def step(
     """One step of channel B over these packs, as `ran` then says."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    policy = Policy(Nobody(), Asking("", None, RequestConfig()))
+    policy = Policy(Nobody(), RequestSettings("", None, RequestConfig()))
     runner = StepRunner(config, Given(config, ran), policy, peers=peers, source=Script(packs))
     loss, report = runner.run(model, fixed_samples(samples), 0, Recording(ran))
     ran.loss = loss.item()

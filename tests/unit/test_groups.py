@@ -21,7 +21,7 @@ from learner.models.load import LoadedModel, load_model
 from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
 from learner.models.start import StartModel
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport
 from learner.stages.formats.coord_json import COORD_JSON
@@ -222,7 +222,7 @@ class Scene:
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     def segments(self, seed: int) -> tuple[list[Segment], list[AssessedRollout]]:
-        policy = Policy(self.answers, asking_of(self.config))
+        policy = Policy(self.answers, request_settings(self.config))
         policy.push()
         asked = [sample for sample in self.samples for _ in range(SIZE)]
         return self.recipe.channel_b.segments(asked, policy.answer(asked, seed))
@@ -236,7 +236,7 @@ def run_step(
 ) -> Ran:
     """Step 0 of this rank over its part of `samples`."""
     scene = Scene(config, samples, given)
-    policy = Policy(InChunks(scene.answers, 3), asking_of(config))
+    policy = Policy(InChunks(scene.answers, 3), request_settings(config))
     runner = StepRunner(config, scene.recipe, policy, peers=peers)
     own = len(samples) // peers.count
     mine = samples[peers.rank * own : (peers.rank + 1) * own]

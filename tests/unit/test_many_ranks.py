@@ -20,7 +20,7 @@ from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.clock import Clock
 from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import shared_push
@@ -442,7 +442,7 @@ def test_processes_fill_the_servers_together_up_to_their_bound(
 @pytest.mark.req("SYNC-08", "SYNC-09", "RES-04", "RES-14")
 def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
     def work(rank: Rank) -> list[int]:
-        asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
+        asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=4))
         rank.backend.connect()
         policy, answered = Policy(rank.backend, asking), []
         for step in range(3):

@@ -18,7 +18,7 @@ from learner.models.packs import Pack, Segment, make_pack
 from learner.objectives import logit_stats
 from learner.objectives.mismatch import Mismatch
 from learner.objectives.pipeline import PackLoss
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import StepReport, mismatch_payload
 from learner.stages.packing import Chunk
 from learner.stages.tokens import decode_exactly
@@ -205,7 +205,7 @@ class Apart(Given):
 def step(
     config: Config, nats: tuple[float, float], peers: Peers = SINGLE_PROCESS, packs: int = 1
 ) -> StepReport:
-    policy = Policy(Nobody(), Asking("", None, RequestConfig()))
+    policy = Policy(Nobody(), RequestSettings("", None, RequestConfig()))
     recipe, chunks = Apart(config, nats), iter([Chunk([pack(1)] * packs, last=True)])
     runner = StepRunner(config, recipe, policy, peers=peers, source=Script(chunks))
     model = nn.Linear(1, 1, bias=False)

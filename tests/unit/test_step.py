@@ -19,7 +19,7 @@ from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import Pipeline
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
@@ -38,7 +38,7 @@ Gradients = dict[str, Tensor]
 class Scripted(RolloutBackend):
     """Answers each sample with its first object, and the second of every pair with garbage.
 
-    done: pushes, rollouts and the close, in order. requests: of all rollouts.
+    done: pushes, rollouts and the close, in order. requests, seeds: of all rollouts.
     """
 
     def __init__(self, samples: Sequence[Sample], parts: "Parts") -> None:
@@ -47,12 +47,14 @@ class Scripted(RolloutBackend):
         self._parts = parts
         self.done: list[str] = []
         self.requests: list[RolloutInferRequest] = []
+        self.seeds: list[int | None] = []
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         self.done.append(f"{len(requests)} rollouts")
         self.requests += requests
+        self.seeds.append(request_config.seed)
         return [self._answer(i, str(request.uuid)) for i, request in enumerate(requests)]
 
     def push_weights(self, version: int) -> None:
@@ -69,7 +71,7 @@ class Scripted(RolloutBackend):
 
 
 def policy_over(backend: Scripted) -> Policy:
-    return Policy(backend, Asking("Detect.", None, RequestConfig()))
+    return Policy(backend, RequestSettings("Detect.", None, RequestConfig()))
 
 
 class Parts:

@@ -11,7 +11,7 @@ import pytest
 from learner.config import load_config
 from learner.models.packs import Segment
 from learner.rollout.distribution import CHUNKS_AHEAD
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
@@ -93,7 +93,7 @@ class NoTraining(ChannelB):
 @contextmanager
 def step_of(run: Fleet, count: int, rank: int = 0) -> Iterator[tuple[NoTraining, Iterator[object]]]:
     """Channel B of step 3 with `count` samples, and its chunks of packs."""
-    asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
+    asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=4))
     policy = Policy(run.backend, asking)
     channel, packer = NoTraining(), Packer(load_config(WARMUP).training, 1024)
     source = SynchronousRollouts(policy, channel, packer, seed=5, rank=rank)

@@ -14,7 +14,7 @@ import learner.distributed.waiting
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, RolloutBackend
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -115,7 +115,7 @@ class Slow(RolloutBackend):
 def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lines) -> None:
     samples = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
     backend = Slow(output.wait)
-    policy = Policy(backend, Asking("", None, RequestConfig()))
+    policy = Policy(backend, RequestSettings("", None, RequestConfig()))
     policy.push_if_stale()
     policy.answer(samples, 0)
     pushed, answered = backend.lines

@@ -17,7 +17,7 @@ from learner.operate.doctor.machine import (
 )
 from learner.rollout.answers import check_prompt_ids
 from learner.rollout.client import RolloutClient
-from learner.rollout.policy import asking_of
+from learner.rollout.policy import request_settings
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.tokens import Tokenizer
@@ -73,7 +73,7 @@ class AnswerChecks:
         require(self._servers.envelopes, "media")
         (client, *_), request = require(self._servers.clients, "servers"), self._servers.requests()
         seed = request_seed(rollout_seed_base(self._config.training.seed, 0), 0, 0)
-        decoding = asking_of(self._config).config.model_copy(update={"seed": seed})
+        decoding = request_settings(self._config).config.model_copy(update={"seed": seed})
         began = time.monotonic()
         call = InferCall(infer_requests=request[:1], request_config=decoding)
         (envelope,) = client.infer(call)

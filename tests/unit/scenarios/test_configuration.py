@@ -10,7 +10,7 @@ from learner.config import (
     parse_config,
 )
 from learner.data.toy import ToyData
-from learner.rollout.policy import asking_of
+from learner.rollout.policy import request_settings
 from learner.training.input_checks import check_backend, check_inputs
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import CONFIGS, changed
@@ -35,7 +35,7 @@ def test_canonical_grouped_rollout_config_is_visible_to_trainer() -> None:
     sampled = {"temperature": 0.5, "top_p": 0.9, "top_k": 40}
     rollout = {"max_new_tokens": 77, "repetition_penalty": 1.1, "decoding": sampled}
     config = parse_config(merge(BASE, {"rollout_matching": rollout | {"decode_mode": "sampling"}}))
-    request = asking_of(config).config
+    request = request_settings(config).config
     assert request.model_dump(include={"temperature", "top_p", "top_k"}) == sampled
     assert (request.max_tokens, request.repetition_penalty) == (77, 1.1)
 

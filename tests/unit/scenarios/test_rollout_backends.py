@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server import ServerBackend
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig
@@ -25,7 +25,7 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
         clients = [RolloutClient(url, timeout_s=60.0) for url in urls]
         channels = [ScriptedChannel(one) for one in run.rollouts]
         backend = ServerBackend(clients, channels, 8, journal)
-        asking = Asking("Detect.", None, RequestConfig(max_tokens=9))
+        asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=9))
         backend.connect()
         policy = Policy(backend, asking)
         policy.push()

@@ -14,7 +14,7 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.distributed.peers import Peers
-from learner.rollout.policy import Policy, asking_of
+from learner.rollout.policy import Policy, request_settings
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
@@ -56,7 +56,7 @@ def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
     parts.loaded.model.register_forward_pre_hook(note, with_kwargs=True)
     samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
     backend = open_backend(config, parts.loaded, [], tmp_path, samples)
-    parts.step(parts.runner(config, Policy(backend, asking_of(config))), samples)
+    parts.step(parts.runner(config, Policy(backend, request_settings(config))), samples)
     assert (generating, learning) == ({decode_batch_size}, {1})
     old = "custom.extra.rollout_matching.decode_batch_size"
     assert only_error(changed(old, 4)).do == "Use rollout_matching.decode_batch_size"
@@ -106,7 +106,7 @@ class Run:
         self.forwards: list[int] = []
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
-        policy = Policy(self.backend, asking_of(config))
+        policy = Policy(self.backend, request_settings(config))
         run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
         self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
