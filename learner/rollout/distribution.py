@@ -78,8 +78,7 @@ def next_call(waiting: int, free: int, most: int, learner_world_size: int, runni
 # Smallest number of parts of a step (STEP-03). Packs of four parts are at most 5 % emptier than
 # those of one.
 PARTS = 4
-# Later chunks whose requests are sent while a chunk lacks answers: a step of four parts is sent at
-# once.
+# Later chunks whose requests are sent, too: all requests of a step of four parts at once.
 CHUNKS_AHEAD = PARTS - 1
 
 

@@ -109,6 +109,8 @@ def test_the_containers_for_gpus_have_gpus_of_their_own_and_the_server_has_time_
     assert token == str(options["token_file"]) == f"/run/secrets/{server['secrets'][0]}"
     for each in (server, learner):
         assert (each["cap_drop"], each["read_only"]) == (["ALL"], True)
+        assert "no-new-privileges:true" in each["security_opt"]
+        assert "user" in each
     assert all(port.startswith("127.0.0.1:") for port in server["ports"])
 
 
@@ -145,6 +147,10 @@ def test_the_pods_of_the_manifest_start_as_the_containers_and_share_a_token() ->
     assert [variable["value"] for variable in train["env"]] == [str(options["token_file"])]
     (rule,) = job["spec"]["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    for pod, each in ((server, serve), (learner, train)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not each["securityContext"]["allowPrivilegeEscalation"]
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 # --- The health check ---------------------------------------------------------------------
