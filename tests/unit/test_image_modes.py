@@ -14,8 +14,8 @@ from vllm.multimodal.image import convert_image_mode
 
 from learner.data.images import (
     UnreadableImage,
-    inspect_image,
     inspect_header,
+    inspect_image,
     open_upright,
     upright,
 )
