@@ -48,7 +48,7 @@ class ReplicaStatus(Wire):
 
 
 class Health(Wire):
-    """`GET /health/`: 200 if every replica can answer `/infer/`; during a push, after its end."""
+    """`GET /health/`: 200 if every replica can answer `/infer/`; during a push, calls wait."""
 
     status: Literal["ok"] = "ok"
     state: WeightState
