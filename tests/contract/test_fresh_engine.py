@@ -70,11 +70,12 @@ TRAINED = {
     "two replicas of qwen2_5_vl": Case(
         "qwen2_5_vl", True, "gloo", ("--replicas", "2", "--enable-lora", "--max-lora-rank", "8")
     ),
-    "tensor parallel qwen3_vl_moe": Case(
-        "qwen3_vl_moe", False, "ipc", ("--tensor-parallel-size", "2")
-    ),
+    "qwen3_vl_moe": Case("qwen3_vl_moe", False, "gloo"),
 }
 CASES = TRAINED | {
+    "tensor parallel": Case(
+        "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
+    ),
     "qwen3_5": Case("qwen3_5", True, "gloo", (*LINEAR, "--enable-lora", "--max-lora-rank", "8")),
     "qwen3_5_moe": Case("qwen3_5_moe", False, "gloo", LINEAR),
 }
