@@ -1,7 +1,4 @@
-"""OpenAI's routes of a server on scripted engines (OAI-01).
-
-`test_openai.py` tests OpenAI's client with vLLM.
-"""
+"""OpenAI's routes of a server on scripted engines (OAI-01); test_openai.py has vLLM's."""
 
 import subprocess
 import sys
