@@ -147,7 +147,7 @@ SMALL, LARGE = (300, 200), (3000, 2000)
         ([[0, 20, 500, 900]] * 9, LARGE, "0 of 36 are 1,000: this is Qwen3-VL's scale"),
         ([[10, 20, 290, 190]] * 9, SMALL, "pixels (9 of 9 lie in their images as pixels)"),
         ([[10, 20, 2900, 1900]] * 9, LARGE, "pixels (18 of 36 numbers are above 1,000)"),
-        ([[200, 100, 90, 50]] * 9, SMALL, "xywh (as two corners, 9 of 9 would end"),
+        ([[200, 100, 90, 50]] * 9, SMALL, "xywh (as two corners, 9 of 9 would be reversed"),
         ([[200, 100, 90, 50]] + [[10, 20, 290, 190]] * 20, SMALL, "xyxy (the third number is"),
     ],
 )

@@ -131,7 +131,7 @@ def test_failed_run_has_a_report_and_raises_its_own_error(tmp_path: Path) -> Non
     console = Console(record=True, width=300)
     renew(going_on(tmp_path), console)
     assert not (tmp_path / "report.html").exists(), "only the page of a finished run is renewed"
-    assert f"after: learner report {tmp_path}" in console.export_text()
+    assert f"run: learner report {tmp_path}" in console.export_text()
     with pytest.raises(RunError, match="no server is left"), reported(tmp_path, console):
         raise RunError("no server is left\nand more")
     assert not list(tmp_path.glob("*.part"))

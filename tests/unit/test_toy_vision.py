@@ -81,7 +81,7 @@ def test_scenes_and_models_that_it_cannot_use_are_refused_and_nothing_is_left(
     two = replace(plain[0], images=plain[0].images + plain[1].images)
     for used, samples, found in (
         (model, [*plain, *crowded], "images of different sizes"),
-        (model, [plain[1], two], f"{two.sample_id}: 2 images"),
+        (model, [plain[1], two], f"{two.sample_id}: it has 2 images"),
         (other, plain, "is a qwen2_5_vl"),
     ):
         with pytest.raises(ContractError, match=re.escape(found)):
