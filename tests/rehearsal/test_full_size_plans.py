@@ -18,8 +18,6 @@ SIZES = {
     "8b": (8.77, False),
     "30b-a3b": (31.07, False),
     "2.5-7b": (8.29, False),
-    "3.5-27b": (27.4, False),
-    "3.5-35b-a3b": (35.1, False),
 }
 HEAD = ["language_model.lm_head"]
 

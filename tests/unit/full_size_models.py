@@ -1,8 +1,8 @@
 """Folders of models of full size without weights, and samples that fill their packs.
 
-The widths are those of the `config.json` of Qwen3-VL 2B, 4B, 8B and 30B-A3B, Qwen2.5-VL 7B, and
-Qwen3.5 27B and 35B-A3B on the Hugging Face hub. Tokenizer and processor are the toy's; patches have
-16 pixels (Qwen2.5-VL: 14), as in these models.
+The widths are those of the `config.json` of Qwen3-VL 2B, 4B, 8B and 30B-A3B, and Qwen2.5-VL 7B on
+the Hugging Face hub. Tokenizer and processor are the toy's; patches have 16 pixels (Qwen2.5-VL:
+14), as in these models.
 """
 
 import json
@@ -21,12 +21,6 @@ from learner.types import GroundTruthObject, Sample, Shape
 VOCABULARY = 152936  # with the 1,000 coordinate tokens
 CHUNK = HEAD_ELEMENTS // VOCABULARY  # rows to which the head is applied at once
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCABULARY}
-_LINEAR = _HEADS | {
-    "head_dim": 256,
-    "vocab_size": 248320,
-    "linear_num_key_heads": 16,
-    "tie_word_embeddings": False,
-}
 _TEXT: dict[str, dict[str, Any]] = {
     "2b": _HEADS
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
@@ -45,25 +39,11 @@ _TEXT: dict[str, dict[str, Any]] = {
     "2.5-7b": _HEADS
     | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
-    "3.5-27b": _LINEAR
-    | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64}
-    | {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
-    "3.5-35b-a3b": _LINEAR
-    | {"hidden_size": 2048, "num_hidden_layers": 40, "linear_num_value_heads": 32}
-    | {"num_attention_heads": 16, "num_key_value_heads": 2, "shared_expert_intermediate_size": 512}
-    | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
 }
-_FAMILIES: dict[str, ToyFamily] = {
-    "30b-a3b": "qwen3_vl_moe",
-    "2.5-7b": "qwen2_5_vl",
-    "3.5-27b": "qwen3_5",
-    "3.5-35b-a3b": "qwen3_5_moe",
-}
+_FAMILIES: dict[str, ToyFamily] = {"30b-a3b": "qwen3_vl_moe", "2.5-7b": "qwen2_5_vl"}
 WIDTHS = {size: int(text["hidden_size"]) for size, text in _TEXT.items()}
 _ROPE: dict[ToyFamily, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-    "qwen3_5": {"rope_theta": 1e7, "mrope_section": [11, 11, 10]},
-    "qwen3_5_moe": {"rope_theta": 1e7, "mrope_section": [11, 11, 10]},
 }
 _ROPE_OF_OTHERS = {"rope_theta": 5e6, "mrope_section": [24, 20, 20]}
 _PATCHES = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -81,7 +61,6 @@ _LARGE_VISION = _SMALL_VISION | {
     "intermediate_size": 4304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_PLAIN_VISION = {k: v for k, v in _LARGE_VISION.items() if k != "deepstack_visual_indexes"}
 _VISION: dict[str, dict[str, Any]] = {
     "2b": _SMALL_VISION,
     "4b": _SMALL_VISION,
@@ -89,8 +68,6 @@ _VISION: dict[str, dict[str, Any]] = {
     "30b-a3b": _LARGE_VISION,
     "2.5-7b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
     | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
-    "3.5-27b": _PLAIN_VISION,
-    "3.5-35b-a3b": _PLAIN_VISION,
 }
 
 
@@ -100,10 +77,8 @@ def make_full_size(folder: Path, size: str, layers: int | None = None) -> Path:
     layers: of text and vision, two or more; by default as many as the model of this size has.
     """
     tokenizer = make_toy_tokenizer()
-    text, family = (
-        _TEXT[size] | {"max_position_embeddings": 262144},
-        _FAMILIES.get(size, "qwen3_vl"),
-    )
+    text = _TEXT[size] | {"max_position_embeddings": 262144}
+    family = _FAMILIES.get(size, "qwen3_vl")
     described = toy_config(tokenizer, text["tie_word_embeddings"], family).to_dict()
     for own in ("layer_types", "num_local_experts"):  # of the toy
         described["text_config"].pop(own, None)
