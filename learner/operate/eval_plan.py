@@ -92,7 +92,7 @@ def plan_evaluation(
     if not samples:
         first = bad[file_samples[0].sample_id]
         found = f"none of {len(file_samples)} samples can be evaluated; first {first}"
-        raise ContractError(str(file), found, "Mend the images, or their paths")
+        raise ContractError(str(file), found, "Correct the images, or their paths")
     placement = check_backend(evaluated, os.environ)
     folder = out.absolute() if out else evaluation_folder(config.training.output_dir, scored, file)
     require_free(folder)

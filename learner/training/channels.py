@@ -89,8 +89,6 @@ class ChannelB:
     start: the model that the run started from, if a module needs it.
     """
 
-    answers_per_sample = 1
-
     def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
         self._encoding = encoding
         self._config = config

@@ -75,6 +75,7 @@ class NoTraining(ChannelB):
     """Makes no segments. taken: numbers of each chunk, in order. seeds: of the answers."""
 
     def __init__(self) -> None:
+        self.answers_per_sample = 1
         self.taken: list[list[int]] = []
         self.seeds: list[int | None] = []
 
