@@ -40,6 +40,7 @@ ARMS = (
     Arm("clean_75", "0.75, clean prefix", 0.75, "clean"),
     Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, "clean", unlikelihood=True),
     Arm("matched", "0.25, prefix of matched objects", 0.25, "matched"),
+    Arm("matched_75", "0.75, prefix of matched objects", 0.75, "matched"),
     Arm("group", "groups of 8 answers, rewards alone", 1.0, rewards="alone", learning_rate=3e-5),
     Arm("both", "0.25, groups of 8 answers, missed objects", 0.25, rewards="beside"),
 )
@@ -76,7 +77,6 @@ UNLABELLED = replace(FULL, unlabelled=0.3)
 SMALL = Plan((0,), 2048, 128, 1200, 2000, 1000, 1000, steps=60, longest=60, every=60)
 TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
 PLANS = {"full": FULL, "unlabelled": UNLABELLED, "small": SMALL, "trial": TRIAL}
-
 
 # Nothing of it has been tuned.
 POLICY_GRADIENT = {

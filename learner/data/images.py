@@ -57,7 +57,7 @@ def image_problem(
 ) -> DataProblem | None:
     """Return the problem of a sample's image, if any. size: of the line; None: not checked."""
     if isinstance(result, UnreadableImage):
-        do = "Replace it, mend its path (from the data file, or absolute), or remove the line."
+        do = "Replace it, correct its path (from the data file, or absolute), or remove the line."
         return DataProblem("unreadable image", sample_id, f"image {path} {result}", do)
     if size is None or size == result.size:
         return None

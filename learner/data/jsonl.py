@@ -74,7 +74,7 @@ def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
     if hidden <= 0:
         return ContractErrors([*errors])
     found = f"{hidden} more problems ({len(errors)} in all)"
-    more = ContractError(where, found, "Mend these first, then rerun.")
+    more = ContractError(where, found, "Correct these first, then run the command again.")
     return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
 
 

@@ -156,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ContractError(str(path), f"cannot be read ({error})", "Mend the file") from error
+        raise ContractError(str(path), f"cannot be read ({error})", "Correct the file") from error
     if not isinstance(value, dict):
-        raise ContractError(str(path), "it holds no JSON object", "Mend the file")
+        raise ContractError(str(path), "it holds no JSON object", "Correct the file")
     return value

@@ -1,7 +1,7 @@
 """`learner demo`: data, model, server, training and scores of a toy world on this machine.
 
-make data and model -> start the server -> score -> warm-up (channel A) -> score
-    -> two channels against the server -> score -> stop the server
+make data and model -> start the server, and train the warm-up (channel A) meanwhile
+    -> score both models -> two channels against the server -> score -> stop the server
 
 `--control` adds a run of channel A alone: from the same warm-up, with the same number of steps and
 the same samples. Each run has a YAML file in the folder, which `learner launch` can run again.
@@ -53,8 +53,7 @@ HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
 DISTINCT, WARMUP, TWO_CHANNEL, CHANNEL_A = "distinct", "warmup", "two_channel", "channel_a"
-# Steps of the vision tower, for crowded scenes.
-PRETRAINING_STEPS = 2400
+PRETRAINING_STEPS = 2400  # of the vision tower, for crowded scenes
 DemoWorld = Literal["plain", "crowded"]
 Row = tuple[str, Scores]
 Column = Callable[[Scores], str]
@@ -137,8 +136,7 @@ def run_demo(
     log = folder / "server.log"
     with ServerProcess(_server_options(demo), log, port) as server:
         demo.begin(f"Starting the rollout server (log: {log})")
-        server.wait_until_healthy(SERVER_START_S)
-        rows = _run_all(demo, config)
+        rows = _run_all(demo, server, config)
     print_tables([_table(demo, rows)])
     _print_paths(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
@@ -154,17 +152,19 @@ def _pretrain(demo: Demo, model: Path) -> None:
     pretrain_vision(model, samples, demo.model, PRETRAINING_STEPS, demo.seed, show)
 
 
-def _run_all(demo: Demo, config: Config) -> list[Row]:
-    """Run all trainings, and score before and after each. config: of the warm-up."""
-    held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
-    rows = [("before training", _score(config, held_out).scores)]
+def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
+    """Run all trainings, and score before and after each. first: of the warm-up's first model."""
+    held_out, config = read_samples(demo.data.val_jsonl, allow_poly=False), first
     if demo.world == "crowded":
+        server.wait_until_healthy(SERVER_START_S)  # before an hour of training
         distinct = _config(demo, DISTINCT, demo.model, ToyData.under(demo.distinct))
         demo.begin(f"Scenes of distinct shapes, in channel A: {demo.folder / DISTINCT}")
         _train(distinct, demo.console)
         config = _config(demo, WARMUP, _last_checkpoint(distinct))
     demo.begin(f"Warm-up in channel A: {demo.folder / WARMUP}")
     _train(config, demo.console)
+    server.wait_until_healthy(SERVER_START_S)
+    rows = [("before training", _score(first, held_out).scores)]
     rows.append(("after the warm-up", _evaluate(demo, config, held_out)))
     warm = _last_checkpoint(config)
     config = _config(demo, TWO_CHANNEL, warm)

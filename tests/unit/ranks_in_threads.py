@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def gloo_groups(
-    store: "Store", count: int, timeout_s: float = 60.0, *, keep: bool = True
-) -> list[Any]:
-    """The gloo group of `count` ranks, as each of them has it.
-
-    keep: never delete them: that waits for pending collectives, with the GIL held.
-    """
-    # A second, which runs of one rank can do without.
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+def gloo_groups(store: "Store", count: int, timeout_s: float = 60.0) -> list[Any]:
+    """The gloo group of `count` ranks, as each of them has it."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # a second for runs of one rank
 
     def join(rank: int) -> Any:
         timeout = timedelta(seconds=timeout_s)
@@ -30,10 +24,13 @@ def gloo_groups(
         return gloo(PrefixStore("group", store), rank, count, timeout)
 
     with ThreadPoolExecutor(count) as ranks:
-        groups = list(ranks.map(join, range(count)))
-    for group in groups if keep else ():
+        return list(ranks.map(join, range(count)))
+
+
+def keep(groups: list[Any]) -> None:
+    """Never delete these groups: that waits for pending collectives, with the GIL held."""
+    for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    return groups
 
 
 def in_ranks(count: int, work: Callable[[Peers], T]) -> list[Future[T]]:
@@ -49,4 +46,7 @@ def in_ranks(count: int, work: Callable[[Peers], T]) -> list[Future[T]]:
         return work(GroupPeers(rank, count, store, groups[rank], end=lambda code: None))
 
     with ThreadPoolExecutor(count) as ranks:
-        return [ranks.submit(run, rank) for rank in range(count)]
+        results = [ranks.submit(run, rank) for rank in range(count)]
+    if any(result.exception() for result in results):
+        keep(groups)
+    return results

@@ -84,7 +84,7 @@ def test_an_image_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     (report,) = check(path)
     (finding,) = report.findings
     assert finding.found.startswith(f"image {tmp_path / name} cannot be ")
-    assert "mend its path" in finding.do
+    assert "correct its path" in finding.do
 
 
 def test_an_object_that_covers_no_pixel_of_the_canvas_is_a_warning(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
 from tests.unit.fleets import S, differences, wait_until
 from tests.unit.push_worker import Weights, Worker
-from tests.unit.ranks_in_threads import gloo_groups, in_ranks
+from tests.unit.ranks_in_threads import gloo_groups, in_ranks, keep
 from tests.unit.scripted_server import (
     INFER,
     Fault,
@@ -190,7 +190,7 @@ def ranks(
         sizes = world_sizes or [1] * servers
         rollouts = [S(stack.enter_context(scripted_server()), size) for size in sizes]
         channels, store, made = [ScriptedChannel(one) for one in rollouts], HashStore(), []
-        groups = gloo_groups(store, count)
+        keep(groups := gloo_groups(store, count))
         for number in range(count):
             ended = threading.Event()
             end = partial(lambda ended, _: ended.set(), ended)

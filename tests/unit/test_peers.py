@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.distributed.process_group import GroupPeers, Timing
 from shared_contracts.errors import ContractError, ContractErrors, RunError
-from tests.unit.ranks_in_threads import gloo_groups
+from tests.unit.ranks_in_threads import gloo_groups, keep
 
 _LIMIT_S = 60.0
 # No limit matters unless a test lowers it.
@@ -29,7 +29,7 @@ def ranks_of(
     count: int, timing: Timing = QUICK, timeout_s: float = 60.0, **options: Any
 ) -> list[GroupPeers]:
     store = HashStore()
-    groups = gloo_groups(store, count, timeout_s)
+    keep(groups := gloo_groups(store, count, timeout_s))
     options = {"end": lambda _: None, **options}
     return [GroupPeers(r, count, store, groups[r], timing, **options) for r in range(count)]
 
@@ -134,7 +134,7 @@ def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> No
 def test_rank_that_is_gone_breaks_the_collective_of_the_others() -> None:
     """Its connections close when it is killed, as here when its group is deleted."""
     store, timing = HashStore(), Timing(beat=0.01, linger=0.01)
-    own, other = gloo_groups(store, 2, keep=False)
+    own, other = gloo_groups(store, 2)
     del other
     with (
         pytest.raises(RunError, match=r"broke \(late: learner process 1\)"),
