@@ -57,18 +57,12 @@ PRETRAINING_STEPS = 2400  # of the vision tower, for crowded scenes
 DemoWorld = Literal["plain", "crowded"]
 Row = tuple[str, Scores]
 Column = Callable[[Scores], str]
-_SCORES: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
     "F1": lambda s: f"{s.f1:.3f}",
     "precision": lambda s: f"{s.precision:.3f}",
     "recall": lambda s: f"{s.recall:.3f}",
-}
-COLUMNS: dict[DemoWorld, dict[str, Column]] = {
-    "plain": _SCORES | {"F1 of boxes alone": lambda s: f"{s.box_f1:.3f}"},
-    "crowded": _SCORES
-    | {
-        "F1@mIoU": lambda s: f"{s.f1_miou:.3f}",
-        "duplicates an answer": lambda s: f"{s.duplicates / s.answers:.2f}",
-    },
+    "F1@mIoU": lambda s: f"{s.f1_miou:.3f}",
+    "duplicates an answer": lambda s: f"{s.duplicates / s.answers:.2f}",
 }
 
 
@@ -137,7 +131,7 @@ def run_demo(
     with ServerProcess(_server_options(demo), log, port) as server:
         demo.begin(f"Starting the rollout server (log: {log})")
         rows = _run_all(demo, server, config)
-    print_tables([_table(demo, rows)])
+    print_tables([_table(rows)])
     _print_paths(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
@@ -246,8 +240,7 @@ def _print_paths(demo: Demo) -> None:
     tell(demo.console, f"Its config, to run it again: {demo.folder / f'{TWO_CHANNEL}.yaml'}")
 
 
-def _table(demo: Demo, rows: list[Row]) -> Table:
-    columns = COLUMNS[demo.world]
-    cells = [[name, *(column(scores) for column in columns.values())] for name, scores in rows]
+def _table(rows: list[Row]) -> Table:
+    cells = [[name, *(column(scores) for column in COLUMNS.values())] for name, scores in rows]
     title = f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5"
-    return Table(title, ("", *(f"#{name}" for name in columns)), cells)
+    return Table(title, ("", *(f"#{name}" for name in COLUMNS)), cells)

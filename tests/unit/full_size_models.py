@@ -1,8 +1,8 @@
 """Folders of models of full size without weights, and samples that fill their packs.
 
-The widths are those of the `config.json` of Qwen3-VL 2B, 4B, 8B and 30B-A3B, and Qwen2.5-VL 7B on
-the Hugging Face hub. Tokenizer and processor are the toy's; patches have 16 pixels (Qwen2.5-VL:
-14), as in these models.
+The widths are those of the `config.json` of Qwen3-VL 2B, 4B, 8B and 30B-A3B, Qwen2.5-VL 7B, and
+Qwen3.5 4B on the Hugging Face hub, whose vocabulary is larger. Tokenizer and processor are the
+toy's; patches have 16 pixels (Qwen2.5-VL: 14), as in these models.
 """
 
 import json
@@ -39,8 +39,17 @@ _TEXT: dict[str, dict[str, Any]] = {
     "2.5-7b": _HEADS
     | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "3.5-4b": _HEADS
+    | {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "head_dim": 256}
+    | {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128},
 }
-_FAMILIES: dict[str, ToyFamily] = {"30b-a3b": "qwen3_vl_moe", "2.5-7b": "qwen2_5_vl"}
+_FAMILIES: dict[str, ToyFamily] = {
+    "30b-a3b": "qwen3_vl_moe",
+    "2.5-7b": "qwen2_5_vl",
+    "3.5-4b": "qwen3_5",
+}
 WIDTHS = {size: int(text["hidden_size"]) for size, text in _TEXT.items()}
 _ROPE: dict[ToyFamily, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
@@ -68,6 +77,9 @@ _VISION: dict[str, dict[str, Any]] = {
     "30b-a3b": _LARGE_VISION,
     "2.5-7b": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
     | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+    "3.5-4b": {
+        name: of for name, of in _SMALL_VISION.items() if name != "deepstack_visual_indexes"
+    },
 }
 
 

@@ -118,6 +118,7 @@ NOTHING_AGAIN = {"model": {"gradient_checkpointing": False}}
                 "fsdp2": ("4b", "4b_full_fsdp2", 2, {}),
                 "fsdp2, untied": ("8b", "8b_full_fsdp2", 4, {}),
                 "experts": ("30b-a3b", "2b_full", 1, {}),
+                "linear attention": ("3.5-4b", "4b_lora", 1, NOTHING_AGAIN),
                 "self-context": ("4b", "4b_lora", 1, {"stage2_ab": {"n_softctx_iter": 3}}),
             }.items()
         ),
@@ -129,7 +130,8 @@ def test_a_step_costs_what_a_step_on_fake_tensors_does(
     """The real widths, and four layers."""
     own = {"model": {"model": str(make_full_size(tmp_path / "model", size, layers=4))}}
     config = parse_config(merge(merge(load_mapping(PROFILES / f"{profile}.yaml"), own), changes))
-    loaded, samples = step_model(config), make_samples(tmp_path, 8, side=512)
+    linear = size == "3.5-4b"  # its own functions take longer than the bound of a kernel
+    loaded, samples = step_model(config), make_samples(tmp_path, 4 if linear else 8, side=512)
     recipe = recipe_of(config, loaded)
     pack, _ = longest_pack(config, recipe.channel_a.segments(samples))
     found = step_costs(config, loaded, samples, processes)["A"]
@@ -139,7 +141,8 @@ def test_a_step_costs_what_a_step_on_fake_tensors_does(
     several = 0.1 if "stage2_ab" in changes else 0.03  # forwards between read few logits
     assert found.flops == pytest.approx(counted.flops, rel=several)
     seconds = found.flops / H100.flops + found.moved / H100.bandwidth
-    assert seconds == pytest.approx(counted.seconds(H100), rel=0.1)
+    assert linear or seconds == pytest.approx(counted.seconds(H100), rel=0.1)
+    assert seconds < 1.1 * counted.seconds(H100)
     assert found.sent == pytest.approx(counted.sent, rel=0.01)
 
 

@@ -56,6 +56,9 @@ _VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
 _WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
 # Kept bytes: for a patch element in each merger, a token element in the final norm, a logit.
 _MERGER, _NORM, _LOGIT = 6.7, 12, 4
+# Kept bytes for a value element in a layer of linear attention, by transformers' own functions,
+# which compute in float32. With kernels for GPUs there are fewer.
+_LINEAR = 100
 # Moved bytes: for a logit; for a weight of the trained or the frozen head, in a chunk of logits.
 _LOGIT_MOVED, _HEAD_MOVED, _FROZEN_HEAD_MOVED = 220, 34, 4
 
@@ -213,6 +216,9 @@ class _Step:
         self.stream: int = len(pack) * self.text.hidden_size
         self.head = self.text.vocab_size * self.text.hidden_size
         hidden = self.vision.hidden_size
+        linear = (getattr(self.text, "layer_types", None) or []).count("linear_attention")
+        self.linear_layers: int = linear
+        self.v_width = linear and self.text.linear_num_value_heads * self.text.linear_value_head_dim
         self.block: Widths = (hidden, self.vision.intermediate_size, 2 * hidden)
         self.layer = self._layer()
 
@@ -236,15 +242,16 @@ class _Step:
         factors, widen = _ALL if self.wide or not self.lora else _LORA, _WIDE if self.wide else 1.0
         copies = 0 if self.lora or self.wide else 2  # bytes of a trained weight's 16-bit copy
         layers, of_layer = self.text.num_hidden_layers, self.count(".language_model.layers.0.")
-        layer = len(self.pack) * _dot(self.layer, factors.peak) * widen
+        linear = _LINEAR * len(self.pack) * self.v_width
+        layer = len(self.pack) * _dot(self.layer, factors.peak) * widen + linear
         if self.again:
             narrow = (self.lora or self.sharded) and not self.wide
             left = layers * self.stream * (2 if narrow else 4)
             layer += of_layer * (4 if self.sharded else 0.75 * copies)
         else:
             kept = len(self.pack) * _dot(self.layer, factors.kept) * widen
-            left = layers * (kept + copies * of_layer)
-            layer += _NORM * self.stream - kept
+            left = layers * (kept + copies * of_layer) + self.linear_layers * linear
+            layer += _NORM * self.stream - kept - linear
         if self.sees:
             mergers = 1 + len(getattr(self.vision, "deepstack_visual_indexes", ()))
             of_block = 2 * self.block[0] if self.again else _dot(self.block, _VISION.kept)
