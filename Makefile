@@ -56,7 +56,7 @@ check: test lint test-slow
 lint: setup-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers=2
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/private_imports
 	$(BIN)/python scripts/req_table
