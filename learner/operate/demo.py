@@ -147,7 +147,7 @@ def _pretrain(demo: Demo, model: Path) -> None:
 
 
 def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
-    """Run all trainings, and score before and after each. first: of the warm-up's first model."""
+    """Run all trainings, and score before and after each. first: of the model before any."""
     held_out, config = read_samples(demo.data.val_jsonl, allow_poly=False), first
     if demo.world == "crowded":
         server.wait_until_healthy(SERVER_START_S)  # before an hour of training

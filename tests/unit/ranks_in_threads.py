@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def gloo_groups(store: "Store", count: int, timeout_s: float = 60.0) -> list[Any]:
-    """The gloo group of `count` ranks, as each of them has it."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo  # a second for runs of one rank
+    """Return the gloo group of each of `count` ranks."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # the import takes a second
 
     def join(rank: int) -> Any:
         timeout = timedelta(seconds=timeout_s)

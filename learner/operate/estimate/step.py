@@ -56,8 +56,7 @@ _VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
 _WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
 # Kept bytes: for a patch element in each merger, a token element in the final norm, a logit.
 _MERGER, _NORM, _LOGIT = 6.7, 12, 4
-# Kept bytes for a value element in a layer of linear attention, by transformers' own functions,
-# which compute in float32. With kernels for GPUs there are fewer.
+# Kept bytes for a value element of linear attention in transformers' own code; kernels keep less.
 _LINEAR = 100
 # Moved bytes: for a logit; for a weight of the trained or the frozen head, in a chunk of logits.
 _LOGIT_MOVED, _HEAD_MOVED, _FROZEN_HEAD_MOVED = 220, 34, 4
@@ -216,9 +215,10 @@ class _Step:
         self.stream: int = len(pack) * self.text.hidden_size
         self.head = self.text.vocab_size * self.text.hidden_size
         hidden = self.vision.hidden_size
-        linear = (getattr(self.text, "layer_types", None) or []).count("linear_attention")
-        self.linear_layers: int = linear
-        self.v_width = linear and self.text.linear_num_value_heads * self.text.linear_value_head_dim
+        self.linear_layers = self.v_width = 0
+        if loaded.family.linear_attention is not None:
+            self.linear_layers = self.text.layer_types.count("linear_attention")
+            self.v_width = self.text.linear_num_value_heads * self.text.linear_value_head_dim
         self.block: Widths = (hidden, self.vision.intermediate_size, 2 * hidden)
         self.layer = self._layer()
 
