@@ -44,9 +44,8 @@ from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
 from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection
 from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
 from learner.operate.demo import CONFIGS
-from learner.operate.estimate.step import recipe_of
 from learner.stages.coords import COORD_BINS
-from learner.training.recipes import Recipe
+from learner.training.recipes import Recipe, recipe_of
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.fake_step import Costs, faked, put_on_fakes, step_model

@@ -42,18 +42,18 @@ class Table:
     sortable: bool = False
 
 
-def watch(looks: ImageResults, count: int) -> ImageResults:
+def watch(results: ImageResults, count: int) -> ImageResults:
     """Pass results through; show a bar on a terminal, else a line every 10 s, on stderr."""
     shown = Console(stderr=True)
     if shown.is_terminal:
-        yield from track(looks, "Images", total=count, console=shown, transient=True)
+        yield from track(results, "Images", total=count, console=shown, transient=True)
         return
     last = time.monotonic()
-    for done, look in enumerate(looks, start=1):
+    for done, result in enumerate(results, start=1):
         if time.monotonic() - last >= _EVERY_S:
             tell(shown, f"Looked at {done} of {count} images")
             last = time.monotonic()
-        yield look
+        yield result
 
 
 def print_tables(tables: Iterable[Table]) -> None:

@@ -164,7 +164,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
 def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
     """Read the data and the headers of all images; process 0 shows a progress bar."""
     files = (config.data.train_jsonl, config.data.val_jsonl)
-    shown = watch if environment.get("RANK", "0") == "0" else lambda looks, _: looks
+    shown = watch if environment.get("RANK", "0") == "0" else lambda results, _: results
     (train, val), bad = read_data(config, files, config.model.model, shown)
     if all(sample.sample_id in bad for sample in train):
         raise ContractError(
@@ -331,8 +331,10 @@ def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
         sample, found = next(scan(file, allow_poly=allow_poly))
-        looks = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
-        images = (image_problem(f"{file}:1", None, path, look) for path, look in looks.items())
+        headers = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
+        images = (
+            image_problem(f"{file}:1", None, path, header) for path, header in headers.items()
+        )
         problems: list[ContractError] = [*found, *filter(None, images)]
     except ContractError as error:
         problems = [error]

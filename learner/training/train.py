@@ -44,7 +44,6 @@ from learner.distributed.process_group import open_peers
 from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model
 from learner.models.packing_check import check_packing
-from learner.models.prompts import PromptEncoder
 from learner.models.start import StartModel
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, request_settings
@@ -54,13 +53,11 @@ from learner.runs.console import tell
 from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
-from learner.stages.formats import answer_format
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
-from learner.training.channels import Encoding
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import RunInputs, generates
-from learner.training.recipes import recipe_class
+from learner.training.recipes import recipe_of
 from learner.training.run_log import (
     CallLog,
     JsonlLog,
@@ -202,10 +199,10 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
     """Return the training samples with replacements for bad ones; log them in the run folder."""
     log = BadSampleLog(config.training.output_dir, peers.rank)
     if peers.rank == 0:
-        for fault in inputs.bad.values():
-            log.add(fault)
-    look = partial(image_fault, rule=image_rule(config.model.model))
-    return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, look, log.add)
+        for known in inputs.bad.values():
+            log.add(known)
+    fault = partial(image_fault, rule=image_rule(config.model.model))
+    return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
 
 
 def _agreed(start: Start, peers: Peers) -> Start:
@@ -245,11 +242,8 @@ def build_runner(parts: RunParts) -> StepRunner:
     """Build the recipe of the config, and the source of its rollouts."""
     config, loaded, peers = parts.config, parts.loaded, parts.peers
     log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    fields, answers = config.custom.object_field_order, answer_format(config)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
     start = StartModel(config, loaded) if config.needs_start else None
-    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, start)
+    recipe = recipe_of(config, loaded, start)
     source = None
     if config.rollout_matching.async_rollout.enabled:
         assert parts.policy is not None, "there is no asynchronous run without channel B"

@@ -25,11 +25,11 @@ from learner.operate.estimate.step import (
     StepCost,
     longest_pack,
     meta_model,
-    recipe_of,
     step_costs,
 )
 from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
 from learner.training.input_checks import read_inputs
+from learner.training.recipes import recipe_of
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample

@@ -28,8 +28,7 @@ from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
 from learner.stages.rewards import with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
-from learner.training.channels import Encoding
-from learner.training.recipes import recipe_class
+from learner.training.recipes import recipe_of
 from learner.training.step import PlainEngine, StepRunner
 from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
 from tests.unit.answers import encode, entry, text_in_role, text_of
@@ -209,12 +208,7 @@ class Scene:
         prompt = PromptEncoder(self.loaded.processor, config.template.prompt, None)
         self.answers = Answering(samples, self.loaded.tokenizer, prompt)
         self.start = StartModel(config, self.loaded) if config.needs_start else None
-        self.recipe = recipe_class(config).of_run(
-            config,
-            Encoding(self.loaded.inner, prompt, self.loaded.tokenizer, "desc_first"),
-            self.loaded.vocab.ids,
-            start=self.start,
-        )
+        self.recipe = recipe_of(config, self.loaded, self.start)
 
     @property
     def gradients(self) -> Gradients:

@@ -19,14 +19,11 @@ from learner.models.families import family_of
 from learner.models.flops import Arithmetic
 from learner.models.load import LoadedModel, on_meta, read_processor, tuned
 from learner.models.packs import Pack, Segment, make_pack
-from learner.models.prompts import PromptEncoder
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
-from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
-from learner.training.channels import Encoding
-from learner.training.recipes import Recipe, recipe_class
+from learner.training.recipes import recipe_of
 from learner.types import Channel, Sample
 from shared_contracts.footprint import GIB
 
@@ -142,13 +139,6 @@ def meta_model(config: Config) -> LoadedModel:
         trained = tuned(model, tuner, rows)
     inner = family.inner(model)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, (), family)
-
-
-def recipe_of(config: Config, loaded: LoadedModel) -> Recipe:
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    fields, answers = config.custom.object_field_order, answer_format(config)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
-    return recipe_class(config).of_run(config, encoding, loaded.vocab.ids)
 
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:

@@ -5,17 +5,19 @@ A recipe is one file here and one line in `learner.objectives.variants`, which n
 """
 
 from pkgutil import resolve_name
-from typing import Self
 
 from torch import nn
 
 from learner.config.schema import Config
 from learner.models.flops import Arithmetic
+from learner.models.load import LoadedModel
 from learner.models.packs import Pack
+from learner.models.prompts import PromptEncoder
 from learner.models.self_context import SelfContext
 from learner.models.start import StartModel
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.variants import VARIANTS
+from learner.stages.formats import answer_format
 from learner.stages.schedule import channel_for_step
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import Channel
@@ -35,22 +37,6 @@ class Recipe:
         self.channel_b = channel_b
         self.objective = objective
         self._arithmetic: Arithmetic | None = None
-
-    @classmethod
-    def of_run(
-        cls,
-        config: Config,
-        encoding: Encoding,
-        coord_ids: list[int],
-        start: StartModel | None = None,
-    ) -> Self:
-        """Return the recipe of `config`. start: of a run that `needs_start`."""
-        return cls(
-            config,
-            ChannelA(encoding, cls.self_context(config)),
-            ChannelB(encoding, config, start),
-            Pipeline(config.pipeline, coord_ids),
-        )
 
     @staticmethod
     def self_context(config: Config) -> SelfContext:
@@ -83,7 +69,15 @@ class Recipe:
         return recorded * both + (context.iterations - recorded) * forward
 
 
-def recipe_class(config: Config) -> type[Recipe]:
-    """Return the recipe of `custom.trainer_variant`."""
-    found: type[Recipe] = resolve_name(VARIANTS[config.custom.trainer_variant].recipe)
-    return found
+def recipe_of(config: Config, loaded: LoadedModel, start: StartModel | None = None) -> Recipe:
+    """Build the recipe of `custom.trainer_variant`. start: of a run that `needs_start`."""
+    kind: type[Recipe] = resolve_name(VARIANTS[config.custom.trainer_variant].recipe)
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    fields, answers = config.custom.object_field_order, answer_format(config)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
+    return kind(
+        config,
+        ChannelA(encoding, kind.self_context(config)),
+        ChannelB(encoding, config, start),
+        Pipeline(config.pipeline, loaded.vocab.ids),
+    )
