@@ -276,11 +276,12 @@ class Target:
 
 
 class Reward(NamedTuple):
-    """The reward of an answer, and its advantage within its group (GROUP-01).
+    """The reward of an answer, and its advantages within its group (GROUP-01).
 
     f1: F1@mIoU of this answer, in [0, 1]. duplicates, oversized, invalid: shares of its entries, in
     [0, 1]. total: the weighted sum. spread: the standard deviation of `total` over the group.
-    advantage: `total` relative to the group.
+    advantage: `total` relative to the group. credits: with `credit: object`, the advantage of each
+    entry of the answer, in order, and of what follows them; else None.
     """
 
     f1: float
@@ -290,6 +291,7 @@ class Reward(NamedTuple):
     total: float
     spread: float = 0.0
     advantage: float = 0.0
+    credits: tuple[float, ...] | None = None
 
 
 class AssessedRollout(NamedTuple):

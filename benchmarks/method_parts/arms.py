@@ -19,8 +19,8 @@ class Arm:
     """key: name of its folders. b_ratio: fraction of its steps that are channel B.
 
     prefix: as in `stage2_ab.channel_b`. unlikelihood: `duplicate_ul` is declared. rewards: `alone`
-    are the objective of channel B, or are declared `beside` its other modules; None: there are no
-    groups of answers. learning_rate: None for that of the demo.
+    are the objective of channel B, also with credit by `objects`, or are declared `beside` its
+    other modules; None: there are no groups of answers. learning_rate: None for that of the demo.
     """
 
     key: str
@@ -28,7 +28,7 @@ class Arm:
     b_ratio: float
     prefix: str = "verbatim"
     unlikelihood: bool = False
-    rewards: Literal["alone", "beside"] | None = None
+    rewards: Literal["alone", "objects", "beside"] | None = None
     learning_rate: float | None = None
 
 
@@ -41,7 +41,8 @@ ARMS = (
     Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, "clean", unlikelihood=True),
     Arm("matched", "0.25, prefix of matched objects", 0.25, "matched"),
     Arm("matched_75", "0.75, prefix of matched objects", 0.75, "matched"),
-    Arm("group", "groups of 8 answers, rewards alone", 1.0, rewards="alone", learning_rate=6e-5),
+    Arm("group", "groups of 8 answers, rewards alone", 1.0, rewards="alone", learning_rate=3e-5),
+    Arm("objects", "0.5, groups, credit by object", 0.5, rewards="objects", learning_rate=6e-5),
     Arm("both", "0.25, groups of 8 answers, missed objects", 0.25, rewards="beside"),
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
@@ -87,8 +88,6 @@ POLICY_GRADIENT = {
     "config": {"clip_low": 0.2, "clip_high": 0.28, "kl_weight": 0.0},
 }
 # A step has as many samples as one of every other arm, and so eight times as many answers.
-# `duplicate_iou`: of the annotations 0.1 % repeat another one at this IoU, of sampled objects 7 %;
-# at 0.9, as evaluations count duplicates, 0.3 %, from which nothing is learned.
 GROUPED: dict[str, Any] = {
     "custom": {"trainer_variant": "stage2_group_relative"},
     "group_relative": {
@@ -96,8 +95,8 @@ GROUPED: dict[str, Any] = {
         "advantage": "mean_std",
         "reward": {
             "f1_weight": 1.0,
-            "duplicate_weight": 1.0,
-            "duplicate_iou": 0.5,
+            "duplicate_weight": 0.5,
+            "duplicate_iou": 0.9,
             "oversized_weight": 0.5,
             "oversized_share": 0.95,
             "invalid_weight": 0.5,
@@ -108,6 +107,14 @@ GROUPED: dict[str, Any] = {
         "decoding": {"temperature": 1.0, "top_p": 1.0, "top_k": -1},
         "logprobs": True,
     },
+}
+# Of sampled objects 7 % repeat another one with an IoU of 0.5, and 0.3 % with 0.9; of annotations
+# 0.1 % do with 0.5.
+BY_OBJECT: dict[str, Any] = {
+    "group_relative": {
+        "credit": "object",
+        "reward": {"duplicate_weight": 1.0, "duplicate_iou": 0.5},
+    }
 }
 
 
@@ -139,8 +146,10 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
     if not arm.unlikelihood:
         objective = [module for module in objective if module["name"] != "duplicate_ul"]
     if arm.rewards is not None:
-        beside = objective if arm.rewards == "beside" else []
-        objective = [*beside, POLICY_GRADIENT]
+        channels = ["A", "B"] if arm.rewards == "beside" else ["A"]
+        beside = [module | {"channels": channels} for module in objective]
+        weight = 3.0 if arm.rewards == "objects" else 1.0  # of gradients as large as channel A's
+        objective = [*beside, POLICY_GRADIENT | {"weight": weight}]
     sections: dict[str, Any] = {
         "training": {
             "max_steps": plan.longest if arm is BASE else plan.steps,
@@ -159,6 +168,8 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
     }
     if arm.rewards is not None:
         sections = merge(sections, GROUPED)
+    if arm.rewards == "objects":
+        sections = merge(sections, BY_OBJECT)
     if arm.learning_rate is not None:
         sections["training"]["learning_rate"] = arm.learning_rate
     return _config("crowded_two_channel", seed, place, sections)

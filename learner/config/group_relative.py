@@ -44,4 +44,9 @@ class GroupRelativeConfig(StrictModel):
         description="`mean`: the reward less the mean of its group; `mean_std`: this over the "
         "standard deviation of the group"
     )
+    credit: Literal["answer", "object"] = Field(
+        default="answer",
+        description="`answer`: each token has the advantage of its answer; `object`: that of its "
+        "object, by what the object adds to the reward of the objects before it",
+    )
     reward: RewardConfig = Field(description="the terms of an answer's reward; all its keys")

@@ -28,7 +28,7 @@ class Segment:
     model: the inner multimodal model; only a segment without images may have none.
     kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
         nats; none where they were not requested (LOGP-01).
-    advantage: of the answer, where answers are compared (GROUP-01).
+    advantages: of the same ids; zeros where answers are not compared (GROUP-01).
     """
 
     sample_id: str
@@ -40,7 +40,7 @@ class Segment:
     family: Family = QWEN_VL
     model: Multimodal | None = None
     kept_logprobs: Sequence[float] = ()
-    advantage: float = 0.0
+    advantages: Sequence[float] = ()
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
@@ -85,7 +85,7 @@ def make_segment(
     target: Target,
     has_dropped: bool,
     kept_logprobs: Sequence[float] = (),
-    advantage: float = 0.0,
+    advantages: Sequence[float] = (),
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model.
 
@@ -113,7 +113,7 @@ def make_segment(
         family,
         model,
         kept_logprobs,
-        advantage,
+        advantages,
     )
 
 
@@ -150,7 +150,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
             [p for s in segments for p in s.kept_logprobs], dtype=torch.float32
         ),
         kept_advantages=torch.tensor(
-            [s.advantage for s in segments for _ in s.kept_logprobs], dtype=torch.float32
+            [a for s in segments for a in s.advantages], dtype=torch.float32
         ),
     )
 

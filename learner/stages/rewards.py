@@ -1,6 +1,7 @@
 """Rewards of answers, and their advantages within a group (GROUP-01).
 
-    AssessedRollouts of one sample -> reward_of() of each -> with_rewards(): advantages
+    with_rewards()       AssessedRollouts of each sample -> rewards -> advantages
+    token_advantages()   the advantages of an answer's tokens
 
 The F1@mIoU is that of evaluations, for one answer: a hit needs the same description, and
 predictions that LVIS's lists leave open are not judged. An answer without objects to an image
@@ -8,6 +9,7 @@ without objects has 1.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -16,6 +18,8 @@ from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin
 from learner.stages.matching import (
     IOU_THRESHOLDS,
+    BoolArray,
+    FloatArray,
     exact_iou,
     left_open,
     most_pairs,
@@ -30,54 +34,112 @@ STD_FLOOR = 1e-6
 def with_rewards(
     assessed: Sequence[AssessedRollout], config: GroupRelativeConfig, resolution: int
 ) -> list[AssessedRollout]:
-    """Add the reward and the advantage of each answer.
+    """Add the reward and the advantages of each answer.
 
     assessed: whole groups, one after the other. resolution: as in `exact_iou`.
 
     The advantage is `r - mean`, and with `mean_std` this over `std + 1e-6`, of the rewards r of the
     group (Shao et al., "DeepSeekMath", arXiv 2402.03300). The standard deviation is that of the
     group itself, over `group_size`. Equal rewards have the advantage 0.
+
+    With `credit: object` the advantage of entry k is `c = r_k - r_(k-1)`, where r_k is the reward
+    of the first k entries. With `mean_std` it is c over `std + 1e-6` of all entries of the group.
+    So the advantages of an answer are parts of its reward, without a mean of the group.
     """
-    rewards = [reward_of(each, config.reward, resolution) for each in assessed]
+    judged = [_JudgedAnswer(each, config.reward, resolution) for each in assessed]
+    rewards = [each.reward() for each in judged]
     totals = np.array([reward.total for reward in rewards]).reshape(-1, config.group_size)
     equal = (totals == totals[:, :1]).all(axis=1, keepdims=True)
     spreads = np.where(equal, 0.0, totals.std(axis=1, keepdims=True))
     ahead = np.where(equal, 0.0, totals - totals.mean(axis=1, keepdims=True))
     if config.advantage == "mean_std":
         ahead = ahead / (spreads + STD_FLOOR)
-    compared = zip(np.broadcast_to(spreads, ahead.shape).flat, ahead.flat, strict=True)
+    credits: list[tuple[float, ...] | None] = [None] * len(rewards)
+    if config.credit == "object":
+        for first in range(0, len(judged), config.group_size):
+            group = slice(first, first + config.group_size)
+            credits[group] = _object_credits(judged[group], config.advantage == "mean_std")
+    compared = zip(np.broadcast_to(spreads, ahead.shape).flat, ahead.flat, credits, strict=True)
     return [
-        each._replace(reward=reward._replace(spread=float(spread), advantage=float(advantage)))
-        for each, reward, (spread, advantage) in zip(assessed, rewards, compared, strict=True)
+        each._replace(reward=reward._replace(spread=float(spread), advantage=float(a), credits=own))
+        for each, reward, (spread, a, own) in zip(assessed, rewards, compared, strict=True)
     ]
 
 
-def reward_of(assessed: AssessedRollout, config: RewardConfig, resolution: int) -> Reward:
-    """Return the reward of one answer, without an advantage."""
-    predicted, sample = assessed.parsed.objects, assessed.sample
-    iou = exact_iou(predicted, sample.objects, resolution)
-    named = same_description(predicted, sample.objects)
-    hits = {p for p, _ in most_pairs(iou, named & (iou >= IOU_THRESHOLDS[0]))}
-    lists = sample.category_lists
-    unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, sample.objects, lists)}
-    unjudged -= hits
-    named[[*unjudged]] = False
-    hits_at = [len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS]
-    both = len(predicted) - len(unjudged) + len(sample.objects)
-    shares = map(_image_share, (found.shape for found in predicted))
-    large = {p for p, share in enumerate(shares) if share >= config.oversized_share}
-    dropped = len(assessed.parsed.dropped)
-    entries = max(len(predicted) + dropped, 1)
-    f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
-    duplicates = len(repeats(predicted, config.duplicate_iou, resolution)) / entries
-    oversized, invalid = len(large - hits - unjudged) / entries, dropped / entries
-    total = (
-        config.f1_weight * f1
-        - config.duplicate_weight * duplicates
-        - config.oversized_weight * oversized
-        - config.invalid_weight * invalid
-    )
-    return Reward(f1, duplicates, oversized, invalid, total)
+def token_advantages(assessed: AssessedRollout, count: int) -> list[float]:
+    """Return the advantages of the first `count` tokens of an answer.
+
+    With `credit: object` the tokens after the last entry, such as an unfinished one, have what they
+    add to the reward: 0 for a complete answer.
+    """
+    reward = assessed.reward
+    if reward is None or reward.credits is None:
+        return [0.0 if reward is None else reward.advantage] * count
+    ends = [end + 1 for end, _ in assessed.parsed.entry_ends]
+    spans = pairwise([0, *ends, len(assessed.rollout.response_token_ids)])
+    own = zip(reward.credits, spans, strict=True)
+    return [credit for credit, (start, end) in own for _ in range(start, end)][:count]
+
+
+class _JudgedAnswer:
+    """An answer, compared with the ground truth of its sample."""
+
+    def __init__(self, assessed: AssessedRollout, config: RewardConfig, resolution: int) -> None:
+        predicted, sample = assessed.parsed.objects, assessed.sample
+        self.assessed, self._config = assessed, config
+        self._iou = exact_iou(predicted, sample.objects, resolution)
+        self._named = same_description(predicted, sample.objects)
+        hits = {p for p, _ in most_pairs(*self._pairable(IOU_THRESHOLDS[0]))}
+        lists = sample.category_lists
+        unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, sample.objects, lists)}
+        self._unjudged = unjudged - hits
+        self._named[[*self._unjudged]] = False
+        self._repeated = repeats(predicted, config.duplicate_iou, resolution)
+        shares = map(_image_share, (found.shape for found in predicted))
+        large = {p for p, share in enumerate(shares) if share >= config.oversized_share}
+        self._oversized = large - hits - unjudged
+
+    def reward(self, entries: tuple[int, int] | None = None) -> Reward:
+        """Return the reward, without an advantage.
+
+        entries: the number of objects and of dropped ones that the answer begins with; None: all.
+        """
+        config, parsed = self._config, self.assessed.parsed
+        objects, dropped = entries or (len(parsed.objects), len(parsed.dropped))
+        hits_at = [len(most_pairs(*self._pairable(least, objects))) for least in IOU_THRESHOLDS]
+        judged = objects - sum(place < objects for place in self._unjudged)
+        both = judged + len(self.assessed.sample.objects)
+        f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
+        count = max(objects + dropped, 1)
+        duplicates = sum(place < objects for place in self._repeated) / count
+        oversized = sum(place < objects for place in self._oversized) / count
+        total = (
+            config.f1_weight * f1
+            - config.duplicate_weight * duplicates
+            - config.oversized_weight * oversized
+            - config.invalid_weight * dropped / count
+        )
+        return Reward(f1, duplicates, oversized, dropped / count, total)
+
+    def credits(self) -> list[float]:
+        """Return what each entry adds to the reward before it; last what follows all entries."""
+        valid = [index is not None for _, index in self.assessed.parsed.entry_ends]
+        counts = accumulate(valid, initial=0)
+        begun = [(objects, place - objects) for place, objects in enumerate(counts)]
+        totals = [self.reward(entries).total for entries in (*begun, None)]
+        return [after - before for before, after in pairwise(totals)]
+
+    def _pairable(self, least: float, objects: int | None = None) -> tuple[FloatArray, BoolArray]:
+        """Return the IoUs of the first `objects`, and which pairs are hits at `least`."""
+        iou = self._iou[:objects]
+        return iou, self._named[:objects] & (iou >= least)
+
+
+def _object_credits(group: Sequence[_JudgedAnswer], scaled: bool) -> list[tuple[float, ...]]:
+    each = [answer.credits() for answer in group]
+    entries = [*chain.from_iterable(each)]
+    scale = np.std(entries) + STD_FLOOR if scaled and entries else 1.0
+    return [tuple(float(credit / scale) for credit in own) for own in each]
 
 
 def _image_share(box: Shape) -> float:

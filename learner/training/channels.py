@@ -25,7 +25,7 @@ from learner.rollout.answers import check_prompt_ids
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
-from learner.stages.rewards import with_rewards
+from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import (
     TargetUnreadable,
     assess,
@@ -126,8 +126,8 @@ class ChannelB:
                 prompt,
                 found.target,
                 has_dropped=bool(found.parsed.dropped),
-                kept_logprobs=kept_logprobs(found.rollout, found.target),
-                advantage=0.0 if found.reward is None else found.reward.advantage,
+                kept_logprobs=(kept := kept_logprobs(found.rollout, found.target)),
+                advantages=token_advantages(found, len(kept)),
             )
             for found, prompt in zip(assessed, prompts, strict=True)
             if found.target is not None

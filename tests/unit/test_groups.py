@@ -3,9 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_bas
 from learner.runs.metrics import StepReport
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
-from learner.stages.rewards import with_rewards
+from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
 from learner.training.recipes import recipe_of
 from learner.training.step import PlainEngine, StepRunner
@@ -89,6 +92,7 @@ NEAR = box("cat", 0, 0, 100, 80)
         (f"{{{entry(1, 'cat', (0, 0, 100))}}}", BOTH, (0.0, 0, 0, 1.0, -2.0)),
         (written(box("dog", 0, 0, 100, 100)), BOTH, (0.0, 0, 0, 0, 0.0)),
         ("garbage", BOTH, (0.0, 0, 0, 0, 0.0)),
+        (written(CAT)[:-1] + ', "object_2": {"de', BOTH, (2 / 3, 0, 0, 1 / 2, 2 / 3 - 1.0)),
         # An image without objects, and one object as large as the image.
         ("{}", (), (1.0, 0, 0, 0, 1.0)),
         (written(CAT), (), (0.0, 0, 0, 0, 0.0)),
@@ -135,6 +139,36 @@ def test_advantages_are_relative_to_the_group_and_0_without_spread(
     of_std = [reward.advantage for reward in scaled if reward]
     assert of_std == pytest.approx([each / (spread + 1e-6) for each in of_mean])
     assert of_std[3:] == [0, 0, 0]
+
+
+@pytest.mark.req("GROUP-01")
+@pytest.mark.parametrize("advantage", ["mean", "mean_std"])
+def test_an_object_has_what_it_adds_to_the_reward_of_the_objects_before_it(
+    tokenizer: PreTrainedTokenizerFast, advantage: str
+) -> None:
+    config = groups_of(3, advantage).model_copy(update={"credit": "object"})
+    unfinished = ', "object_2": {"de'
+    texts = (written(CAT, CAT, DOG), written(DOG)[:-1] + unfinished, "garbage")
+    rewards: list[list[float]] = [
+        [0, 2 / 3, 2 / 4 - 0.5 / 2, 4 / 5 - 0.5 / 3, 4 / 5 - 0.5 / 3],
+        [0, 2 / 3, 2 / 3 - 2 / 2],
+        [0, 0],
+    ]
+    parts = [[after - before for before, after in pairwise(totals)] for totals in rewards]
+    scale = 1.0 if advantage == "mean" else np.std([*chain(*parts)]) + 1e-6
+    found = rewarded(config, *(assessed_as(tokenizer, text) for text in texts))
+    for text, answer, own in zip(texts, found, parts, strict=True):
+        assert answer.reward is not None
+        credits = answer.reward.credits or ()
+        assert credits == pytest.approx([part / scale for part in own])
+        ids = answer.rollout.response_token_ids
+        tokens = token_advantages(answer, len(ids))
+        assert token_advantages(answer, 2) == tokens[:2]
+        runs = [(key, [*run]) for key, run in groupby(zip(tokens, ids, strict=True), itemgetter(0))]
+        ends = len(runs) if text.endswith("}") else len(own)  # the last `}}` may be one token
+        assert tuple(key for key, _ in runs) == credits[:ends]
+        for number, (_, run) in enumerate(runs[: len(own) - 1], start=1):
+            assert f'"object_{number}"' in tokenizer.decode([token for _, token in run])
 
 
 # --- the target is the answer
@@ -271,10 +305,11 @@ def with_kl(weight: float) -> dict[str, Any]:
 
 
 @pytest.mark.req("GROUP-01", "GROUP-03", "PACK-04", "SEED-01")
+@pytest.mark.parametrize("credit", ["answer", "object"])
 def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
-    config_of: ConfigOf, scenes: list[Sample]
+    config_of: ConfigOf, scenes: list[Sample], credit: str
 ) -> None:
-    config = config_of(global_max_length=400)
+    config = config_of(global_max_length=400, group_relative={"credit": credit})
     ran = run_step(config, scenes)
     metrics = ran.report.metrics
     assert metrics["packing/post_rollout_segments"] == SIZE * len(scenes)
@@ -298,7 +333,12 @@ def test_a_step_is_the_mean_over_the_tokens_of_all_its_answers(
         chosen = log_p[places - 1, pack.supervision.input_ids[places]]
         ratio = (chosen - pack.supervision.kept_logprobs.double()).exp()
         assert each.reward is not None
-        advantage = each.reward.advantage
+        advantage = torch.full((len(places),), each.reward.advantage).double()
+        if each.reward.credits is not None:
+            ends = [end + 1 for end, _ in each.parsed.entry_ends]
+            spans = pairwise([0, *ends, len(places)])
+            for (start, end), own in zip(spans, each.reward.credits, strict=True):
+                advantage[start:end] = own
         held = ratio.clamp(0.8, 1.3)
         total = total - torch.minimum(ratio * advantage, held * advantage).sum()
         tokens += len(places)

@@ -127,8 +127,8 @@ def test_rewards_are_computed_again_and_shown(make_run: MakeRun) -> None:
     assert shown.output.count("advantage") == 7
 
     def change(lines: list[dict[str, Any]]) -> None:
-        *parts, advantage = lines[2]["reward"]
-        lines[2]["reward"] = [*parts, advantage + 1]
+        *parts, advantage, credits = lines[2]["reward"]
+        lines[2]["reward"] = [*parts, advantage + 1, credits]
 
     edit(run, change)
     different = replay(run, "--step", "4")

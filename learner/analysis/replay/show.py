@@ -136,7 +136,10 @@ def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
     yield "faults", ", ".join(faults_of(answer)) or "none"
     yield "segment", f"{segment.length} tokens, in pack {segment.pack}" if segment else "none"
     if reward is not None:
-        yield "reward", " ".join(f"{key} {value:.4f}" for key, value in reward._asdict().items())
+        *parts, _ = reward._asdict().items()
+        yield "reward", " ".join(f"{key} {value:.4f}" for key, value in parts)
+        if reward.credits is not None:
+            yield "credits", " ".join(f"{credit:+.4f}" for credit in reward.credits)
 
 
 def _objects(assessed: AssessedRollout) -> Table:
