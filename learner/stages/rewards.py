@@ -8,7 +8,7 @@ predictions that LVIS's lists leave open are not judged. An answer without objec
 without objects has 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -54,11 +54,7 @@ def with_rewards(
     ahead = np.where(equal, 0.0, totals - totals.mean(axis=1, keepdims=True))
     if config.advantage == "mean_std":
         ahead = ahead / (spreads + STD_FLOOR)
-    credits: list[tuple[float, ...] | None] = [None] * len(rewards)
-    if config.credit == "object":
-        for first in range(0, len(judged), config.group_size):
-            group = slice(first, first + config.group_size)
-            credits[group] = _object_credits(judged[group], config.advantage == "mean_std")
+    credits = _credits(judged, config) if config.credit == "object" else [None] * len(judged)
     compared = zip(np.broadcast_to(spreads, ahead.shape).flat, ahead.flat, credits, strict=True)
     return [
         each._replace(reward=reward._replace(spread=float(spread), advantage=float(a), credits=own))
@@ -135,11 +131,15 @@ class _JudgedAnswer:
         return iou, self._named[:objects] & (iou >= least)
 
 
-def _object_credits(group: Sequence[_JudgedAnswer], scaled: bool) -> list[tuple[float, ...]]:
-    each = [answer.credits() for answer in group]
-    entries = [*chain.from_iterable(each)]
-    scale = np.std(entries) + STD_FLOOR if scaled and entries else 1.0
-    return [tuple(float(credit / scale) for credit in own) for own in each]
+def _credits(
+    judged: Sequence[_JudgedAnswer], config: GroupRelativeConfig
+) -> Iterator[tuple[float, ...]]:
+    for first in range(0, len(judged), config.group_size):
+        each = [answer.credits() for answer in judged[first : first + config.group_size]]
+        scale = 1.0
+        if config.advantage == "mean_std":
+            scale = float(np.std([*chain(*each)])) + STD_FLOOR
+        yield from (tuple(credit / scale for credit in own) for own in each)
 
 
 def _image_share(box: Shape) -> float:
