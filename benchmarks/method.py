@@ -93,11 +93,11 @@ class Experiment:
         """Refuse a folder whose runs are of another plan."""
         self._out.mkdir(parents=True, exist_ok=True)
         told, path = dump_mapping(asdict(self._plan)), self._out / "plan.yaml"
-        if path.exists() and path.read_text(encoding="utf-8") != told:
-            raise ContractError(
-                "--out", f"{self._out} holds runs of another plan", "Name a new folder"
-            )
-        publish_text(path, told)
+        if not path.exists():
+            publish_text(path, told)
+        elif path.read_text(encoding="utf-8") != told:
+            found = f"{self._out} holds runs of another plan"
+            raise ContractError("--out", found, "Name a new folder")
 
     def _left(self) -> Iterator[tuple[int, Arm]]:
         for seed in self._seeds:

@@ -39,7 +39,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server import ServerBackend
 from learner.training.recipes import Recipe
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -118,7 +118,7 @@ def _step_s(
     runner = StepRunner(_config(), recipe, policy)
     own = samples(count)
     began = time.perf_counter()
-    runner.run(Weights(), own, 0, PlainEngine())
+    runner.run(Weights(), own, 0, PlainAccelerator())
     return time.perf_counter() - began
 
 

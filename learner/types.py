@@ -115,8 +115,8 @@ class RolloutOutput:
     prompt_token_ids: image placeholders expanded.
     response_token_ids: stop-trimmed, without `<|im_end|>`.
     weights_version: at the start and at the end of generation.
-    logprobs: of each of `response_token_ids` by the model's logits alone, in nats; None where they
-        were not requested.
+    logprobs: log p of each of `response_token_ids` by the unmodified logits, in nats; None if not
+        requested.
     """
 
     prompt_token_ids: list[int]
@@ -163,14 +163,13 @@ class ParsedRollout:
     prefix_token_ids: ids up to the cut, ready for an append.
     max_object_index: largest n of any `object_n` key in the prefix, 0 if none.
     truncated: the outermost object is opened, and not closed at the end of the response.
-    invalid_rollout: it is not opened: the response has no `{`, or more than white space before
-        it. Never together with `truncated`.
-    entry_ends: for each top-level entry in the prefix, valid or not, in order: index of
-        the token that holds the last character of its value, and its index into
-        `objects` or None for a dropped one.
-    unaligned: number of `dropped` entries with coordinates spelled in other tokens.
-    fault: why the answer was not read as its format, or not to its end; else None. It is for
-        metrics alone, so equality ignores it.
+    invalid_rollout: the response has no `{`, or more than white space before it. Never together
+        with `truncated`.
+    entry_ends: of each top-level entry in the prefix, in order: index of the token with the last
+        character of its value, and its index into `objects`, or None if it was dropped.
+    unaligned: number of `dropped` entries whose coordinates are not single coordinate tokens.
+    fault: why the answer could not be read, or only in part; else None. It is for metrics alone,
+        so equality ignores it.
     """
 
     objects: list[ParsedObject]
@@ -189,8 +188,8 @@ class Duplicate:
     """A valid prediction that repeats an earlier one, removed from the clean prefix (CLEAN-01).
 
     found: the prediction in the answer.
-    stream: ids of the clean prefix up to the duplicate, then those of the duplicate; None if the
-        entry before it is a duplicate, too.
+    stream: ids of the clean prefix before the duplicate, then the ids of the duplicate; None
+        directly after another duplicate.
     """
 
     found: ParsedObject
@@ -212,9 +211,10 @@ class Role(IntEnum):
     """The role of a token of a sample; the losses map roles to weights.
 
     Separators, keys and the opening brace belong to the entry behind them. A prediction that is not
-    matched or was dropped is FALSE_POSITIVE as a whole, with its coordinates. So is a token that
-    spans two entries if one of them is. Every other coordinate token is COORD, also one inside a
-    description, which no `CoordGroup` has. No coordinate token gets cross-entropy (LOSS-01).
+    matched or was dropped is FALSE_POSITIVE as a whole, with its coordinates. A token that two
+    entries share is FALSE_POSITIVE if one of them is. Every other coordinate token is COORD, also
+    one inside a description, which no `CoordGroup` has. No coordinate token gets cross-entropy
+    (LOSS-01).
     """
 
     PROMPT = 0
@@ -264,7 +264,7 @@ class Target:
     fn_keys: keys of the appended objects.
     role: int8 array of length T with values of `Role`, none of them PROMPT.
     coord_groups: one per supervised object, matched ones first.
-    departures: in order, each at a place of its own; of a clean prefix only.
+    departures: only with a clean prefix; sorted, no two at one place.
     """
 
     token_ids: list[int]
@@ -281,7 +281,7 @@ class Reward(NamedTuple):
     f1: F1@mIoU of this answer, in [0, 1]. duplicates, oversized, invalid: shares of its entries, in
     [0, 1]. total: the weighted sum. spread: the standard deviation of `total` over the group.
     advantage: `total` relative to the group. credits: with `credit: object`, the advantage of each
-    entry of the answer, in order, and of what follows them; else None.
+    entry of the answer, then that of the tokens after the last entry; else None.
     """
 
     f1: float
@@ -316,7 +316,7 @@ class AssessedRollout(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer is cut, in its outermost object or before that opens."""
+        """Whether the answer ends before its outermost object is closed."""
         unopened = self.parsed.invalid_rollout and self.rollout.finish_reason == "length"
         return self.parsed.truncated or unopened
 
@@ -326,10 +326,10 @@ class Place:
     """The place of a segment of a step.
 
     length: its tokens. pack: number of its pack, from 0, in the order of their making.
-    position: in the pack, from 0. come: segments of the step that had arrived by then.
+    position: in the pack, from 0. arrived: segments of the step that had arrived by then.
     """
 
     length: int
     pack: int
     position: int
-    come: int
+    arrived: int

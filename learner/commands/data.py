@@ -92,7 +92,7 @@ def convert(
     geometry: Annotated[
         GeometryKind,
         typer.Option(
-            help="Boxes, or the polygon of each object that has exactly one; to yolo: of each."
+            help="Boxes, or the polygon of each object that has exactly one; --to yolo: all."
         ),
     ] = "bbox_2d",
     order: Annotated[

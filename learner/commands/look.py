@@ -72,12 +72,12 @@ def replay(
 def compare(
     first: Annotated[Path, typer.Argument(help="Run folder, or the folder of an evaluation.")],
     second: Annotated[Path, typer.Argument(help="Another one, of the same samples.")],
-    seed: Annotated[int, typer.Option(help="Of the samples that are drawn.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare two evaluations: scores, differences and their 95 % intervals over samples.
 
-    Of a run, its newest evaluation with answers is taken.
+    For a run folder, the newest evaluation with answers is used.
     """
     from json import dumps
 

@@ -39,7 +39,7 @@ def init(
         bool, typer.Option("--lora", help="Train LoRA, also if all weights would fit.")
     ] = False,
 ) -> None:
-    """Check a model and data, add coordinate tokens, and write a YAML that fits the GPU.
+    """Check a model and data, add coordinate tokens, and write YAMLs that fit the GPU.
 
     Nothing is trained. The last lines of the output are the next commands.
     """

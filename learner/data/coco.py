@@ -20,7 +20,7 @@ from learner.data.jsonl import (
     read_text,
     strict_json,
 )
-from learner.data.records import Account, Annotation, Id, Picture, Rule, Source, is_number
+from learner.data.records import Account, Annotation, Id, Rule, Source, SourceImage, is_number
 from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
@@ -35,8 +35,8 @@ LVIS_LISTS = {
 }
 
 
-def read_coco(path: Path, folder: Path) -> Source:
-    """Read a file of COCO or LVIS instances. folder: base of its image file names.
+def read_coco(path: Path, folder: Path | None) -> Source:
+    """Read a file of COCO or LVIS instances. folder: base of its image names; None: it is found.
 
     An annotation without a box gets the bounding box of its polygons or mask. Image records with
     one file name are merged.
@@ -49,7 +49,7 @@ def read_coco(path: Path, folder: Path) -> Source:
     images, annotations, categories = _sections(path, document)
     names = {_id(each): each.get("name") for each in categories}
     account, ids = Account(), set[Any]()
-    pictures, of_image = dict[Any, Picture](), dict[Any, Picture]()
+    pictures, of_image = dict[Any, SourceImage](), dict[Any, SourceImage]()
     for image in images:
         picture = _picture(image, _lists(path, image, names))
         if picture is None:
@@ -69,7 +69,19 @@ def read_coco(path: Path, folder: Path) -> Source:
         else:
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
-    return Source(folder, list(pictures.values()), account)
+    found = list(pictures.values())
+    return Source(folder or _folder_of(path, found), found, account)
+
+
+def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
+    """Return the folder of the file, or, if no image is there, the one of COCO's own layout:
+    `annotations/instances_NAME.json` is beside the folder NAME. LVIS names NAME in its images.
+    """
+    above = path.absolute().parent.parent
+    for folder in (path.parent, above / path.stem.removeprefix("instances_"), above):
+        if any((folder / picture.name).is_file() for picture in pictures):
+            return folder
+    return path.parent
 
 
 def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
@@ -98,7 +110,7 @@ def _id(record: dict[str, Any], key: str = "id") -> Id | None:
     return value if isinstance(value, int | str) else None
 
 
-def _picture(image: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
+def _picture(image: dict[str, Any], lists: dict[str, Any]) -> SourceImage | None:
     """Return a picture; without `file_name` (LVIS), folder and file come from `coco_url`."""
     name, id = image.get("file_name"), _id(image)
     if name is None and isinstance(url := image.get("coco_url"), str):
@@ -109,7 +121,7 @@ def _picture(image: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
     size = None
     if isinstance(width, int) and isinstance(height, int) and min(width, height) > 0:
         size = width, height
-    return Picture(id, name.replace("\\", "/"), size, metadata=lists)
+    return SourceImage(id, name.replace("\\", "/"), size, metadata=lists)
 
 
 def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from learner.data.coco import image_name, pixel_xywh
 from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json, write_lines
-from learner.data.records import Account, Annotation, Corners, Picture, Rule, Scale, Source
+from learner.data.records import Account, Annotation, Corners, Rule, Scale, Source, SourceImage
 from learner.types import Sample
 
 _LISTS = ("objects", "annotations", "detections", "boxes")
@@ -57,7 +57,7 @@ def read_conversations(
     scale, corners: of all boxes. None: as the record states it (ms-swift's `bbox_type`), else
     inferred from all boxes of the file.
     """
-    account, pictures = Account(), dict[str, Picture]()
+    account, pictures = Account(), dict[str, SourceImage]()
     for where, record in records(path):
         images = list(_images(record)) if isinstance(record, dict) else []
         boxes = _objects(record, len(images)) if images else None
@@ -66,7 +66,7 @@ def read_conversations(
             continue
         for name in images:
             account.note(Rule.REPEATED_IMAGE, where, name in pictures)
-            pictures.setdefault(name, Picture(name, name, None))
+            pictures.setdefault(name, SourceImage(name, name, None))
         for index, (image, name, numbers, stated) in enumerate(boxes):
             one = Annotation.read(
                 f"{where}[{index}]", images[image], name, numbers, scale=scale or stated

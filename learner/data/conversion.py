@@ -21,7 +21,7 @@ from learner.data.images import (
     inspect_header,
 )
 from learner.data.jsonl import bounding_box, write_lines
-from learner.data.records import Account, Annotation, Order, Picture, Rule, Scale, Size, Source
+from learner.data.records import Account, Annotation, Order, Rule, Scale, Size, Source, SourceImage
 from learner.stages.coords import encode_bin
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind, GroundTruthObject, Shape
@@ -117,7 +117,7 @@ def _readings(source: Source, results: Sequence[ImageResult]) -> tuple[Readings,
     return readings, "; ".join(evidence)
 
 
-def _fault(picture: Picture, path: Path, result: ImageResult) -> Rule | None:
+def _fault(picture: SourceImage, path: Path, result: ImageResult) -> Rule | None:
     """Return the rule that leaves an image out, or None."""
     if not os.path.isfile(path):
         return Rule.MISSING_IMAGE
@@ -127,7 +127,7 @@ def _fault(picture: Picture, path: Path, result: ImageResult) -> Rule | None:
 
 
 def _objects(
-    picture: Picture, size: Size, readings: Readings, geometry: GeometryKind, account: Account
+    picture: SourceImage, size: Size, readings: Readings, geometry: GeometryKind, account: Account
 ) -> list[GroundTruthObject]:
     objects: dict[GroundTruthObject, None] = {}
     for one in picture.annotations:
@@ -194,7 +194,7 @@ def _inside(point: tuple[float, float], size: Size) -> tuple[float, float]:
 
 
 def _record(
-    picture: Picture, path: Path, size: Size, objects: Sequence[GroundTruthObject], out: Path
+    picture: SourceImage, path: Path, size: Size, objects: Sequence[GroundTruthObject], out: Path
 ) -> dict[str, Any]:
     # `..` of a linked folder is the target's parent, so both folders are resolved; an image that is
     # a link itself keeps its name.
@@ -214,7 +214,7 @@ def write_records(conversion: Conversion, out: Path) -> None:
     Raises ContractError if no image is left, or if no annotation became an object.
     """
     if not conversion.records:
-        do = "See in the table why each was left out."
+        do = "See in the table why each was left out; --images states where image names start."
         raise ContractError(str(out), "no image is left to write", do)
     if conversion.annotations and not conversion.objects:
         raise ContractError(

@@ -72,7 +72,7 @@ def read_other(
     if form == "voc":
         return read_voc(source, split, images)
     if form in ("coco", "lvis"):
-        return read_coco(source, images or source.parent)
+        return read_coco(source, images)
     return read_conversations(source, images or source.parent, scale, corners)
 
 

@@ -102,7 +102,7 @@ def is_number(value: Any) -> bool:
 
 
 @dataclass
-class Picture:
+class SourceImage:
     """name: file path relative to `Source.folder`. size: annotated size, if any."""
 
     id: Id
@@ -141,6 +141,6 @@ class Source:
     """folder: base of picture names. corners: order of all boxes; None: not stated."""
 
     folder: Path
-    pictures: list[Picture]
+    pictures: list[SourceImage]
     account: Account
     corners: Corners | None = "xywh"

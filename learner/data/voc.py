@@ -18,7 +18,7 @@ from xml.etree import ElementTree as ET
 
 from learner.data.coco import pixel_xywh
 from learner.data.jsonl import read_text
-from learner.data.records import Account, Annotation, Picture, Rule, Size, Source
+from learner.data.records import Account, Annotation, Rule, Size, Source, SourceImage
 from learner.runs.atomic_files import publish_directory, writing
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -57,7 +57,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
         name = root.findtext("filename", "").strip()
         if not os.path.isfile(folder / name):
             name = alike.get(file.stem, name or file.stem)
-        pictures.append(Picture(file.stem, name, _size(root), annotations))
+        pictures.append(SourceImage(file.stem, name, _size(root), annotations))
     return Source(folder, pictures, account, "xyxy")
 
 

@@ -21,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 from learner.config.yaml12 import dump_mapping
 from learner.data.coco import pixel_xywh
 from learner.data.jsonl import bounding_box, read_text
-from learner.data.records import Account, Annotation, Picture, Rule, Source
+from learner.data.records import Account, Annotation, Rule, Source, SourceImage
 from learner.runs.atomic_files import publish_directory, writing
 from learner.stages.coords import decode_bin
 from learner.types import Sample, Shape
@@ -65,7 +65,7 @@ def read_yolo(path: Path, split: str | None) -> Source:
             for number, line in enumerate(text.split("\n"), start=1)
             if line.strip()
         ]
-        pictures.append(Picture(name, name, None, annotations))
+        pictures.append(SourceImage(name, name, None, annotations))
     return Source(folder, pictures, Account())
 
 

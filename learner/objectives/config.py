@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
-from learner.objectives.objective import Diagnostic, Entry, Objective
+from learner.objectives.objective import Diagnostic, ModuleEntry, Objective
 from shared_contracts.strict_model import Refusal, StrictModel, refuse_all
 
 
-def _one_of(modules: Sequence[type[Entry]]) -> Any:
+def _one_of(modules: Sequence[type[ModuleEntry]]) -> Any:
     """Return the type of an entry, which its `name` selects."""
     if len(modules) == 1:
         return modules[0]
@@ -46,7 +46,9 @@ class PipelineConfig(StrictModel):
 
     @field_validator("objective", "diagnostics")
     @classmethod
-    def _each_once(cls, modules: tuple[Entry, ...], info: ValidationInfo) -> tuple[Entry, ...]:
+    def _each_once(
+        cls, modules: tuple[ModuleEntry, ...], info: ValidationInfo
+    ) -> tuple[ModuleEntry, ...]:
         if not modules and info.field_name == "objective":
             raise Refusal("the list is empty", "Declare at least one module")
         names = [module.name for module in modules]

@@ -51,7 +51,7 @@ class Term(NamedTuple):
     value: Tensor
 
 
-class Entry(StrictModel):
+class ModuleEntry(StrictModel):
     """The keys of every entry of a pipeline; a subclass narrows `name` and `config`."""
 
     name: str
@@ -74,7 +74,7 @@ class Entry(StrictModel):
         return self.enabled and self.weight > 0 and channel in self.channels
 
 
-class Objective(Entry):
+class Objective(ModuleEntry):
     """A loss module.
 
     metrics: meanings of all terms of `terms`.
@@ -141,7 +141,7 @@ class Objective(Entry):
             )
 
 
-class Diagnostic(Entry):
+class Diagnostic(ModuleEntry):
     """A monitoring module: it adds to no loss."""
 
     metrics: ClassVar[SlotMetrics]

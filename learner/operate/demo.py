@@ -235,9 +235,9 @@ def _last_checkpoint(config: Config) -> Path:
 def _print_paths(demo: Demo) -> None:
     run = demo.folder / TWO_CHANNEL
     (evaluation,) = (run / EVALUATIONS).iterdir()
-    tell(demo.console, f"The run as a page: {run / REPORT}")
-    tell(demo.console, f"Its answers to the held-out scenes: {evaluation / REPORT}")
-    tell(demo.console, f"Its config, to run it again: {demo.folder / f'{TWO_CHANNEL}.yaml'}")
+    tell(demo.console, f"Shown above: scores on {HELD_OUT_SCENES} scenes that were not trained on")
+    tell(demo.console, f"Look at {run / REPORT} (the run) and {evaluation / REPORT} (its answers)")
+    tell(demo.console, "Next: docs/first-run.md, or your own data by `learner init`")
 
 
 def _table(rows: list[Row]) -> Table:

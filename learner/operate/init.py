@@ -82,7 +82,7 @@ class InitOptions:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RunShape:
     """The devices of a run, and the settings that its estimate determines.
 
     servers: GPUs of the rollout server; 0: it shares the learner's device. pack: tokens of a pack.
@@ -217,12 +217,13 @@ def as_data_file(option: str, source: Path, out: Path, part: Path, console: Cons
         return [source, source]
     try:
         conversion = convert(read_other(source, form), out, watch)
+        show_conversion(conversion, f"{source} is {form}")
+        write_records(conversion, part)
     except ContractError as error:
-        do = f"Run `learner data convert {shlex.quote(str(source))} FILE.jsonl`, with options"
+        convert_it = f"learner data convert {shlex.quote(str(source))} FILE.jsonl"
+        do = f"Run `{convert_it}` with options, such as --images for the folder of the images"
         found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
         raise ContractError(option, found, do) from error
-    show_conversion(conversion, f"{source} is {form}")
-    write_records(conversion, part)
     tell(console, f"Data file: {out}\n")
     return [part, out]
 
@@ -268,7 +269,7 @@ def _round_up(tokens: int) -> int:
     return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
 
 
-def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[Shape]:
+def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[RunShape]:
     """Yield the shapes that the options allow, those nearest to the shipped profile first:
     all weights on one GPU, then on more GPUs, then LoRA; long packs before short ones.
     """
@@ -280,7 +281,7 @@ def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[Shape
             learners.append(more)
         for learner in learners:
             servers = options.gpus - learner if options.gpus > 1 else 0
-            yield from (Shape(lora, learner, servers, pack) for pack in packs)
+            yield from (RunShape(lora, learner, servers, pack) for pack in packs)
 
 
 def choose_shape(
@@ -289,7 +290,7 @@ def choose_shape(
     lengths: Lengths,
     console: Console,
     count: Callable[..., Estimate] = estimate,
-) -> Shape:
+) -> RunShape:
     """Return the first shape that fits, by the estimate of a step on the longest samples.
 
     samples: longest first. count: the function `estimate`.
@@ -302,7 +303,7 @@ def choose_shape(
             note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
             return replace(shape, estimate=note)
         fitted = _fit(writer, shape, lengths, partial(count, samples=samples, gpu=gpu))
-        if isinstance(fitted, Shape):
+        if isinstance(fitted, RunShape):
             tell(console, f"Fits {gpu.name}: {fitted}. {fitted.estimate}")
             return fitted
         reason = fitted
@@ -313,8 +314,8 @@ def choose_shape(
 
 
 def _fit(
-    writer: "Writer", shape: Shape, lengths: Lengths, count: Callable[..., Estimate]
-) -> Shape | str:
+    writer: "Writer", shape: RunShape, lengths: Lengths, count: Callable[..., Estimate]
+) -> RunShape | str:
     """Return the shape with the settings of its estimate, or the reason why it does not fit."""
     faults = list[ContractError]()
     found = count(writer.config(shape, lengths), processes=shape.learner_gpus)
@@ -360,15 +361,15 @@ class Writer:
 
     def draft(self) -> Config:
         """Return a config to measure samples with; its lengths are placeholders."""
-        return self.config(Shape(self.options.lora, 1, 0, PACKS[0]), Lengths(1, 1, 1))
+        return self.config(RunShape(self.options.lora, 1, 0, PACKS[0]), Lengths(1, 1, 1))
 
-    def config(self, shape: Shape, lengths: Lengths) -> Config:
+    def config(self, shape: RunShape, lengths: Lengths) -> Config:
         """Return the config of the run, with the model to measure with."""
         config = self.write(TWO_CHANNEL, shape, lengths)
         model = config.model.model_copy(update={"model": self._model})
         return config.model_copy(update={"model": model})
 
-    def write(self, name: str, shape: Shape, lengths: Lengths) -> Config:
+    def write(self, name: str, shape: RunShape, lengths: Lengths) -> Config:
         """Write the YAML `name`.yaml, and load it."""
         options, warmup, path = self.options, name == WARMUP, self._folder / f"{name}.yaml"
         folder = options.out.absolute()
@@ -402,7 +403,7 @@ class Writer:
         return max(WARMUP_STEPS if name == WARMUP else RUN_STEPS, self._steps)
 
 
-def command_of(name: str, out: Path, shape: Shape) -> str:
+def command_of(name: str, out: Path, shape: RunShape) -> str:
     """Return the command that trains a YAML; GPUs count from 0, the learner's first."""
     file = shlex.quote(str(out / f"{name}.yaml"))
     learner = ",".join(map(str, range(shape.learner_gpus)))

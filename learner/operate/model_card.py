@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from learner.config.yaml12 import dump_mapping, read_mapping
 from learner.data.jsonl import read_samples
-from learner.runs.checkpoint import MANIFEST, Manifest, read_checkpoint
+from learner.runs.checkpoint import MANIFEST, CheckpointManifest, read_checkpoint
 from learner.runs.resume import data_digest
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 from shared_contracts.errors import ContractError
@@ -69,7 +69,7 @@ def _use(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{part}:\n\n```text\n{template[part].rstrip()}\n```\n"
 
 
-def _data(config: Mapping[str, Any], manifest: Manifest | None) -> Iterator[str]:
+def _data(config: Mapping[str, Any], manifest: CheckpointManifest | None) -> Iterator[str]:
     """Yield a table of data files, with counts if a file is still the file that the run read."""
     yield "## Data\n"
     yield "| file | used for | samples | objects | SHA-256 |"
@@ -97,7 +97,7 @@ def _counts(file: Path) -> tuple[str, str]:
     return f"{len(samples):,}", f"{sum(len(sample.objects) for sample in samples):,}"
 
 
-def _scores(run: RunFolder, manifest: Manifest | None) -> Iterator[str]:
+def _scores(run: RunFolder, manifest: CheckpointManifest | None) -> Iterator[str]:
     """Yield the scores of the run's last evaluation up to the checkpoint."""
     yield "## Scores\n"
     lines = [line for line in run.metrics() if "eval/f1" in line]

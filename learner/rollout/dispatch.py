@@ -23,7 +23,7 @@ from learner.rollout.backend import Journal
 from learner.rollout.clock import CLOCK, Clock
 from learner.rollout.distribution import CHUNKS_AHEAD, cut, next_call, plan_chunks, rank_caps
 from learner.rollout.parallel_calls import in_thread
-from learner.rollout.server_handle import Part, ServerHandle, ServerLost
+from learner.rollout.server_handle import RequestPart, ServerHandle, ServerLost
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 
@@ -125,11 +125,13 @@ class Dispatch:
         self._reconnect = reconnect
         self._id = uuid4().hex
         self._envelopes: dict[int, RolloutEnvelope] = {}
-        self._queues: dict[ServerHandle, deque[Part]] = {one: deque() for one in pool.servers}
+        self._queues: dict[ServerHandle, deque[RequestPart]] = {
+            one: deque() for one in pool.servers
+        }
         self._caps: dict[ServerHandle, int] = {}
         self._unassigned = len(requests)
         # Running calls; with the `returns` of the server when each began.
-        self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, Part, int]] = {}
+        self._calls: dict[Future[list[RolloutEnvelope]], tuple[ServerHandle, RequestPart, int]] = {}
         self._outages: list[float] = []  # since the last answer: when no server was usable
         self._given_up = threading.Event()
 
@@ -153,7 +155,7 @@ class Dispatch:
                 while later and later[0].start <= chunk.start + CHUNKS_AHEAD * size:
                     self._reconnect()
                     self._unassigned -= len(later[0])
-                    self._split(Part(later.popleft()), owner=None)
+                    self._split(RequestPart(later.popleft()), owner=None)
                 self._send()
                 while not self._envelopes.keys() >= set(chunk):
                     self._take()
@@ -162,7 +164,7 @@ class Dispatch:
         finally:
             self._given_up.set()
 
-    def _split(self, part: Part, owner: ServerHandle | None) -> None:
+    def _split(self, part: RequestPart, owner: ServerHandle | None) -> None:
         """Split a part among the usable servers. owner: the server that lost it, if any."""
         if not (usable := self._pool.usable()):
             self._end_if_fruitless()
@@ -174,7 +176,7 @@ class Dispatch:
             requests = part.requests[chunk.start : chunk.stop]
             if not requests:
                 continue
-            queue = [*self._queues[server], Part(requests, part.tried)]
+            queue = [*self._queues[server], RequestPart(requests, part.tried)]
             self._queues[server] = deque(sorted(queue, key=lambda each: each.requests.start))
             if owner not in (None, server):
                 self._pool.journal.split(server.url, requests)
@@ -208,7 +210,7 @@ class Dispatch:
             expected_weights_version=self._version,
         )
 
-    def _next_part(self, server: ServerHandle) -> Part | None:
+    def _next_part(self, server: ServerHandle) -> RequestPart | None:
         """Take the requests of the next call from a server's queue; None without a free place."""
         queue = self._queues[server]
         most = max(1, self._caps.get(server, 0))
@@ -220,8 +222,8 @@ class Dispatch:
             return None
         requests, tried = queue.popleft()
         if rest := requests[count:]:
-            queue.appendleft(Part(rest, tried))
-        return Part(requests[:count], tried)
+            queue.appendleft(RequestPart(rest, tried))
+        return RequestPart(requests[:count], tried)
 
     def _take(self) -> None:
         """Wait for the next call that ends."""
@@ -232,7 +234,7 @@ class Dispatch:
         except ServerLost as error:
             if self._given_up.is_set():
                 raise RunError("the rollout was given up") from error
-            self._queues[server].appendleft(Part(part.requests, error.tried))
+            self._queues[server].appendleft(RequestPart(part.requests, error.tried))
             server.lose(str(error), returns)
         else:
             self._envelopes |= zip(part.requests, envelopes, strict=True)

@@ -25,7 +25,7 @@ from transformers import (
 from learner.models.families import family_of
 from learner.models.prompts import EncodedPrompt
 from learner.rollout.backend import LEARNER, Call, Journal, RolloutBackend
-from learner.rollout.repeat_processor import RepeatProcessor
+from learner.rollout.repeat_processor import HfRepeatProcessor
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -122,7 +122,7 @@ class HfBackend(RolloutBackend):
             `seed + i`.
         """
         width = max(prompt.ids.numel() for prompt in prompts)
-        guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
+        guard = HfRepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
         inputs = _padded(prompts, self._family.inputs)
         drawn_from = seed if config.temperature else None

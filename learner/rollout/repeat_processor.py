@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
 
-class RepeatProcessor(LogitsProcessor):
+class HfRepeatProcessor(LogitsProcessor):
     """A logits processor that ends rows that repeat themselves, in one `generate` call.
 
     A row that triggers can only continue with the first of `eos_token_ids`. Other rows keep their

@@ -60,7 +60,7 @@ _REFUSED = 422
 _RESTARTED = "the server or one of its replicas was restarted"
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """Consecutive requests of a rollout, and the number of earlier attempts."""
 
     requests: range
@@ -123,7 +123,7 @@ class ServerHandle:
     # --- answers
 
     def answer(
-        self, call: InferCall, part: Part, given_up: threading.Event
+        self, call: InferCall, part: RequestPart, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
         """Return one envelope per request.
 

@@ -45,7 +45,7 @@ class RunFacts(NamedTuple):
     logs: dict[str, int]
 
 
-class Manifest(StrictModel):
+class CheckpointManifest(StrictModel):
     """A checkpoint's state beside the Trainer's.
 
     step: completed optimizer steps, which are also the position in the data.
@@ -68,7 +68,7 @@ class Manifest(StrictModel):
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
 class BrokenCheckpoint(Exception):
@@ -144,7 +144,7 @@ class Checkpoints:
     def _publish(self, final: Path, step: int, states: list[dict[str, Any]]) -> None:
         assert self._facts is not None, "process 0 has them"
         part = self.unfinished / final.name
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             format=FORMAT,
             step=step,
             processes=self._peers.count,
@@ -187,7 +187,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint
 def read_checkpoint(path: Path) -> Checkpoint:
     """Check a folder against its manifest; raises BrokenCheckpoint."""
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
         raise BrokenCheckpoint(f"{path} has no {MANIFEST} that can be read") from error
     if manifest.format != FORMAT:

@@ -88,7 +88,7 @@ def build_target(
 ) -> Target:
     """Return prefix of the rollout + unmatched ground truths + EOS (channel B).
 
-    matching: its `ot_*` make the transport plans of matched pairs with a polygon.
+    matching: its `ot_*` set the transport plans of matched pairs with a polygon.
     answers: the format that `parsed` was read in.
     duplicates: removed from the prefix of `parsed` (CLEAN-01).
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
@@ -207,7 +207,7 @@ def _read_entries(target: ReadBack, groups: list[CoordGroup | None]) -> list[_En
 
 
 def _roles(token_ids: list[int], entries: list[_Entry], vocab: CoordVocab) -> npt.NDArray[np.int8]:
-    """Return the role of each token. If parts of an answer share a token, the last role counts.
+    """Return the role of each token. If several rules fit a token, the later one counts.
 
     So a token with a character of a false positive is FALSE_POSITIVE, and one with a character of a
     trained description is description. `_supervise` writes `CLOSURE` last.
@@ -235,9 +235,9 @@ def whole_answer(
 ) -> Target:
     """Return the answer as the model wrote it, with EOS if the model ended it (GROUP-02).
 
-    Nothing is appended and no coordinate has a target: its reward trains it. Tokens behind the last
-    entry are closure, or false positives if the answer is truncated. An image placeholder ends the
-    answer, as in the parser, because a forward cannot have one there.
+    Nothing is appended and no coordinate has a target: the reward trains the answer. Tokens behind
+    the last entry are closure, or false positives if the answer is truncated. An image placeholder
+    ends the answer, as in the parser, because a forward cannot have one there.
 
     Raises `TargetUnreadable` for an answer without a token.
     """
@@ -279,7 +279,7 @@ def assess(
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
     duplicate_iou: objects that repeat an earlier one with at least this IoU are removed before
-        they are matched (CLEAN-01); None: none is.
+        they are matched (CLEAN-01); None: nothing is removed.
     """
     parsed = answers.parse(rollout.response_token_ids, tokenizer, allow_poly=allow_poly)
     duplicates: tuple[Duplicate, ...] | None = None
@@ -343,7 +343,7 @@ def with_target(
 
 
 def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:
-    """Return the log-probabilities of the ids with which answer and target prefix both begin.
+    """Return the log-probabilities of the longest common start of answer and target prefix.
 
     These ids have the same context in both. The first edit ends them, such as a removed duplicate
     (CLEAN-01). Empty for an answer without log-probabilities.

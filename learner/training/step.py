@@ -3,8 +3,8 @@
     StepRunner.run()
         ranks agree on the channel
         A: samples -> segments -> packs      B: the packs of a RolloutSource
-        ranks agree on the number of forwards (DDP-02), and where answers are rewarded on the
-        number of their tokens (GROUP-03)
+        ranks agree on the number of forwards (DDP-02), and with rewards on the number of answer
+        tokens (GROUP-03)
         a forward and a backward per pack -> loss, gradients, report
         B, with log-probabilities: the mismatch of engine and trainer is checked (LOGP-01)
 
@@ -45,14 +45,14 @@ from shared_contracts.errors import RunError
 _NO_MORE: Chunk[Pack] = Chunk((), True)
 
 
-class Engine(Protocol):
+class Accelerator(Protocol):
     """Runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
 
     def backward(self, loss: Tensor) -> None: ...
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
-class PlainEngine:
+class PlainAccelerator:
     """One process, without an accelerator."""
 
     def backward(self, loss: Tensor) -> None:
@@ -66,13 +66,12 @@ class PlainEngine:
 class _Step:
     """One step of this rank, while it runs. samples: its part of the batch.
 
-    tokens: of its packs. flops: of their forwards and backwards. mismatches: of those that have
-    kept tokens.
+    tokens, flops: sums over the packs so far. mismatches: of the packs with kept tokens.
     """
 
     model: nn.Module
     samples: Sequence[Sample]
-    engine: Engine
+    accelerator: Accelerator
     report: StepReport
     clock: PhaseClock
     tokens: int = 0
@@ -85,8 +84,8 @@ class StepRunner:
 
     policy: generates the answers of channel B; None in a run without channel B.
     log_calls: takes one record of each channel-B step (SEED-02).
-    source: of channel B's packs; None: the step makes them.
-    log_rollouts: takes the answers of each channel-B step that makes them itself (MET-03).
+    source: makes the packs of channel B; None: they are made in this step.
+    log_rollouts: logs the answers of a step that makes its packs itself (MET-03).
     bad_samples: returns how many samples were replaced since its last call.
     """
 
@@ -126,7 +125,7 @@ class StepRunner:
         self.source = source
 
     def run(
-        self, model: nn.Module, samples: Sequence[Sample], step: int, engine: Engine
+        self, model: nn.Module, samples: Sequence[Sample], step: int, accelerator: Accelerator
     ) -> tuple[Tensor, StepReport]:
         """Accumulate the gradients of step `step`.
 
@@ -143,7 +142,7 @@ class StepRunner:
         self._use.begin()
         with clock.phase("step"):
             report = self._begin(step, clock)
-            this = _Step(model, samples, engine, report, clock)
+            this = _Step(model, samples, accelerator, report, clock)
             loss = (
                 self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
             )
@@ -221,8 +220,8 @@ class StepRunner:
     def _note_calls(self, report: StepReport, feed: PackFeed | None = None) -> None:
         """Log the calls for rollouts, also after a failure.
 
-        feed: of the answers that the step trains on. Asynchronous calls are for later steps, so
-        their seeds start from other bases (RES-23).
+        feed: of the answers that the step trains on. With async rollouts the logged calls belong
+        to later steps, so their seeds start from other bases (RES-23).
         """
         assert self._policy is not None
         record, payload = self._policy.take_notes()
@@ -237,11 +236,11 @@ class StepRunner:
     def _learn(self, this: _Step, chunks: Iterator[Chunk[Pack]]) -> Tensor:
         """One forward and backward per pack, weighted by its fraction of the samples (LOSS-05).
 
-        Gradients are averaged over the ranks where they are synchronized, and ranks have
-        equally many samples. So a rank's own fractions make the loss of the whole step. FSDP2
+        Gradients are averaged over ranks with equally many samples, so the fractions of each
+        rank's own samples give the loss of the whole step. FSDP2
         averages in every backward, so no rank holds a whole gradient (RES-18); DDP in the last.
         """
-        model, engine, payload = this.model, this.engine, this.report.payload
+        model, accelerator, payload = this.model, this.accelerator, this.report.payload
         device, channel = next(model.parameters()).device, this.report.channel
         total = torch.zeros((), device=device)
         latest: Pack | None = None
@@ -260,11 +259,11 @@ class StepRunner:
                 fraction = 0.0
                 replays += 1
             own = tokens if tokens is None or pack is None else fraction * tokens
-            synced = nullcontext() if last or self._sharded else engine.no_sync(model)
+            synced = nullcontext() if last or self._sharded else accelerator.no_sync(model)
             with this.clock.phase("learn"), synced:
                 found = self._recipe.loss(model, latest.to(device), channel, own)
                 loss = fraction * found.total
-                engine.backward(loss)
+                accelerator.backward(loss)
                 if last and device.type == "cuda":  # else the clock stops before the backward
                     torch.cuda.synchronize(device)
             total += loss.detach()
@@ -286,7 +285,7 @@ class StepRunner:
     def _counted(
         self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
     ) -> tuple[Iterator[Chunk[Pack]], float]:
-        """All packs of the step as one chunk, and the kept tokens of all ranks over the ranks.
+        """All packs of the step as one chunk, and the mean number of kept tokens of a rank.
 
         A pack with the fraction f of its rank's samples then has the denominator `f * tokens`:
         weighted by f, and averaged over the ranks, the losses are the mean over all tokens.
@@ -305,14 +304,11 @@ class StepRunner:
     def _in_lockstep(
         self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
     ) -> Iterator[tuple[Pack | None, bool]]:
-        """Yield packs of this rank, as many as on every rank; None: replay one with weight zero.
+        """Yield (pack, whether it is the last one); None: replay a pack with weight zero.
 
-        With each: whether it is the last one. Its backward synchronizes gradients.
-
-        After every chunk all ranks run as many packs as each of them has; at the end as many as
-        the one with the most. So gradients are synchronized exactly once, and no rank waits for a
-        forward that never runs. If no rank has a pack in the last chunk, all replay one to
-        synchronize.
+        After each chunk every rank runs as many packs as the rank with the fewest has ready. At
+        the end it runs as many as the rank with the most. So no rank waits for a forward that
+        never runs. The last backward synchronizes gradients; if no pack is left, all replay one.
         """
         ready: deque[Pack] = deque()
         repush = None if self._policy is None else self._policy.repush_restarted

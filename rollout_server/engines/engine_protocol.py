@@ -51,7 +51,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class ChatMessage:
+class PromptMessage:
     """parts: text, or None for the next image."""
 
     role: Role
@@ -150,7 +150,7 @@ class Engine(Protocol):
 
     # --- answers
 
-    async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         """Return the prompt, which is the same for all engines of a model.
 
         images: one for each None of the messages. Raises PromptRefused and EngineDead.

@@ -143,7 +143,7 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/health/", responses=problem_responses(*PROBE_PROBLEMS))
     async def health() -> Health:
-        """Answer 200 if every replica can answer; a call during a push waits."""
+        """Answer 200 if every replica can answer, also during a push, when `/infer/` waits."""
         return pool.health()
 
     @app.get("/live/")
@@ -251,7 +251,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/finish_weight_update/", responses=problems)
     async def finish_weight_update(request: Request, body: Phase) -> SyncReport:
-        """Reset the caches, take the new version, and answer calls again."""
+        """Reset the caches, set the new version, and resume generation."""
         report = await attended(request, pool.weights.finish(body))
         pool.telemetry.count_push(report)
         return report

@@ -26,12 +26,12 @@ from typing import Any
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
-    ChatMessage,
     Completion,
     Engine,
     EngineDead,
     Load,
     Prompt,
+    PromptMessage,
     PromptRefused,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
@@ -55,7 +55,7 @@ def read_conversation(request: RolloutInferRequest) -> Conversation:
     """
     pieces = [_pieces(message, index) for index, message in enumerate(request.messages)]
     messages = [
-        ChatMessage(message.role, [piece if isinstance(piece, str) else None for piece in own])
+        PromptMessage(message.role, [piece if isinstance(piece, str) else None for piece in own])
         for message, own in zip(request.messages, pieces, strict=True)
     ]
     own = [piece for each in pieces for piece in each if not isinstance(piece, str)]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
-    ChatMessage,
     Engine,
     EngineDead,
     Prompt,
+    PromptMessage,
     PromptRefused,
 )
 from rollout_server.runtime.refusals import BadRequest, refusal
@@ -29,7 +29,7 @@ CHARACTERS_PER_TOKEN = 16
 class Conversation:
     """sources: one image for each None in the messages' parts, in order."""
 
-    messages: list[ChatMessage]
+    messages: list[PromptMessage]
     sources: list[ImageSource]
 
 
@@ -44,7 +44,7 @@ class Renderers:
         self.places = asyncio.Semaphore(MOST_PREPARED_OF_CALL)
         self._engines = list(engines)
 
-    async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         """Render with the least loaded renderer; try another one if it is lost."""
         work = 1 + sum(image.width * image.height for image in images)
         while self._engines:

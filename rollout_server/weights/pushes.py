@@ -9,8 +9,8 @@
 
 The phases have the names and the order of `learner.rollout.sync.push`. Each runs on all replicas at
 once, within the `timeout_s` of the group. From `start` to `finish` the engines are paused. `start`
-refuses a wrong manifest and a slow drain, with nothing changed. Any later failure ends the engines;
-they are rebuilt with the checkpoint's weights.
+refuses a wrong manifest, and gives up if draining takes too long. Nothing has changed then. Any
+later failure ends the engines; they are rebuilt with the checkpoint's weights.
 
 In READY the engines can `sleep`. `start` wakes the weights, and `finish` the KV cache.
 """
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.02
 # The server waits this much longer than the deadline of a worker.
 WORKER_MARGIN_S = 2.0
-# Ending threads still hold the store of an earlier group; its port is free after this time.
+# Threads of an earlier group hold its store, and its port, for at most this time.
 PORT_FREE_S = 1.0
 
 OnEngine = Callable[[Engine], Coroutine[None, None, None]]
@@ -76,8 +76,9 @@ class Pushes:
 
     workers: number of workers of all engines. expected: returns the parameters of the checkpoint
         (`manifest.checkpoint_parameters`); blocking.
-    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters only; None: adapters
-        are refused. open_store: opens the store of a group; blocking; None: `open_tcp_store`.
+    longest_s: largest `timeout_s` of a group. adapters: folder for received adapters; None:
+        adapters are refused. open_store: opens the store of a group; blocking; None:
+        `open_tcp_store`.
 
     state, version: of the weights. owner: the newest `InitCommunicator`, or None.
     """
@@ -133,7 +134,7 @@ class Pushes:
         A running phase ends, and its push fails.
         """
         self._check_group(init)
-        # An owner that replaces the same group is an earlier call of the same learner.
+        # Two calls that replace the same group are from one learner.
         owner = self.owner
         if init.replaces is not None and owner is not None and owner.replaces != init.replaces:
             self._require_owner(init.replaces)
@@ -303,14 +304,14 @@ class Pushes:
                     self._idle_limit = loop.call_later(after, self._give_up_idle, late)
 
     def _end_phase(self, reason: str) -> None:
-        """End the running phase, unless it ends already."""
+        """End the running phase, unless it is ending."""
         if self._phase_limit is not None and not self._phase_limit.expired():
             self._end_reason = reason
             self._phase_limit.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def _breaking(self, phase: str) -> AsyncIterator[None]:
-        """End the engines if the block fails; the end of its connection is a failure, too."""
+        """End the engines if the block fails or its connection ends."""
         try:
             yield
         except BaseException as error:
@@ -352,7 +353,7 @@ class Pushes:
     # --- the group
 
     async def _engines_ready(self) -> None:
-        """Wait until all engines are serving, which a failed push may have ended."""
+        """Wait until the engines that a failed push ended are serving again."""
         while True:
             try:
                 self._engines.all()

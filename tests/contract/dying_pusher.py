@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from learner.rollout.client import RolloutClient
-from learner.rollout.sync.group import Group, join_group
+from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import SyncMode
 from shared_contracts.cli import run_program
@@ -51,7 +51,7 @@ class Stop:
             print(phase, flush=True)
             sys.stdin.readline()
 
-    def join(self, body: InitCommunicator, given_up: threading.Event) -> Group:
+    def join(self, body: InitCommunicator, given_up: threading.Event) -> Sender:
         self.at("rendezvous")
         return join_group(body, given_up)
 

@@ -16,11 +16,11 @@ from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
     Adapter,
     ChatGenerate,
-    ChatMessage,
     Completion,
     EngineDead,
     Load,
     Prompt,
+    PromptMessage,
 )
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
@@ -76,7 +76,7 @@ class ScriptedEngine:
     def shutdown(self) -> None:
         self.ended = True
 
-    async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         text = "".join(part or "<image>" for message in messages for part in message.parts)
         return Prompt(text, list(text.encode()))
 

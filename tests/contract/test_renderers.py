@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rollout_server.engines.engine_protocol import ChatMessage, EngineDead, Prompt
+from rollout_server.engines.engine_protocol import EngineDead, Prompt, PromptMessage
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -57,10 +57,10 @@ def engines(renderers: Sequence[Any]) -> list[Any]:
     ]
 
 
-def conversation(number: int) -> tuple[list[ChatMessage], list[Image.Image]]:
+def conversation(number: int) -> tuple[list[PromptMessage], list[Image.Image]]:
     width, height = SIZES[number % len(SIZES)]
     pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
-    messages = [ChatMessage("user", [None, f"Detect every object {number}."])]
+    messages = [PromptMessage("user", [None, f"Detect every object {number}."])]
     return messages, [Image.fromarray(pixels)]
 
 

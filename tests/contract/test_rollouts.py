@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollout_server.engines.engine_protocol import (
-    ChatMessage,
     Completion,
     EngineDead,
     Load,
     Prompt,
+    PromptMessage,
     PromptRefused,
 )
 from rollout_server.serving.infer import (
@@ -64,7 +64,7 @@ class EchoEngine(ScriptedEngine):
         self.go = asyncio.Event()
         self._thread = asyncio.Lock()
 
-    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
         async with self._thread:
             text = "".join(part or "" for message in messages for part in message.parts)
             if "slow" in text:
@@ -156,7 +156,7 @@ def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
 class PushedEngine(EchoEngine):
     """A weight update falls into the rendering of a prompt."""
 
-    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
         self.weights_version += 1
         return await super().render(messages, images)
 
@@ -199,7 +199,7 @@ class FailingRenderer(EchoEngine):
         super().__init__(index)
         self.failure = failure
 
-    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
         await super().render(messages, images)
         assert self.failure is not None
         raise self.failure

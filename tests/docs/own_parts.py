@@ -72,7 +72,7 @@ def run(model: Path, data: Path, out: Path) -> None:
 
 def engine(model: Path) -> None:
     """Have the engine answer a prompt; print how many tokens it says it has generated."""
-    from rollout_server.engines.engine_protocol import ChatMessage
+    from rollout_server.engines.engine_protocol import PromptMessage
     from rollout_server.settings.options import ServerSettings
     from shared_contracts.infer import RequestConfig
 
@@ -82,7 +82,7 @@ def engine(model: Path) -> None:
 
     async def answer() -> int:
         await engine.prepare()
-        prompt = await engine.render([ChatMessage("user", ["Detect every object."])], [])
+        prompt = await engine.render([PromptMessage("user", ["Detect every object."])], [])
         config = RequestConfig(max_tokens=8)
         found = await engine.generate(prompt, config, 1, 8, "one", 1)
         return sum(len(each.token_ids) for each in found)

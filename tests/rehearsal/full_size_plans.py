@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.weights import MergedWeights
 from rollout_server.engines.vllm import push_engine
-from rollout_server.engines.vllm.push_engine import Group, Manifest, PushEngine
+from rollout_server.engines.vllm.push_engine import Manifest, PushEngine, Receiver
 from rollout_server.weights.manifest import checkpoint_parameters
 from shared_contracts.digests import digest
 from tests.unit.full_size_models import make_full_size
@@ -34,7 +34,7 @@ BUCKET_BYTES = 64 * 2**20
 SMALL = torch.zeros(8192, dtype=torch.int64)
 
 
-class Buckets(Group):
+class Buckets(Receiver):
     """Buckets without data, and a trailer of zeros."""
 
     def __init__(self) -> None: ...

@@ -1,16 +1,16 @@
 """What the doctor found, in short."""
 
-from learner.operate.doctor.findings import Finding, Status
+from learner.operate.doctor.findings import CheckResult, Status
 
 
-def worst(findings: list[Finding]) -> Status:
+def worst(findings: list[CheckResult]) -> Status:
     order: list[Status] = ["ok", "skipped", "warn", "fail"]
     return max((f.status for f in findings), key=order.index, default="ok")
 
 
-def by_check(findings: list[Finding]) -> dict[str, Finding]:
+def by_check(findings: list[CheckResult]) -> dict[str, CheckResult]:
     """The worst finding of each check."""
-    found: dict[str, Finding] = {}
+    found: dict[str, CheckResult] = {}
     for finding in findings:
         before = found.get(finding.check)
         if before is None or worst([before, finding]) != before.status:

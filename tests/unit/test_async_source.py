@@ -27,7 +27,7 @@ from learner.stages.packing import Part
 from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
@@ -286,13 +286,13 @@ def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config
     actor = actor_of()
     logged: list[dict[str, Any]] = []
     runner, model = actor.runner(logged.append), actor.parts.loaded.model
-    _, skipped = runner.run(model, actor.batch(0), 0, PlainEngine())
+    _, skipped = runner.run(model, actor.batch(0), 0, PlainAccelerator())
     assert skipped.channel == "A"
     assert skipped.metrics["step/channel_b"] == 0
     assert skipped.metrics[f"{ASYNC}/b_step_skipped_due_to_queue"] == 1
     assert skipped.metrics[f"{ASYNC}/ready_packs"] == 0
     assert actor.make_ready() == 0
-    _, trained = runner.run(model, actor.batch(1), 1, PlainEngine())
+    _, trained = runner.run(model, actor.batch(1), 1, PlainAccelerator())
     assert trained.channel == "B"
     assert f"{ASYNC}/b_step_skipped_due_to_queue" not in trained.metrics
     assert trained.metrics[f"{ASYNC}/ready_packs"] == 1
@@ -314,7 +314,7 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
         actor.policy.mark_updated()
         actor.begin(step)
     assert actor.policy.version == 3, "too new for a pack of version 1"
-    _, report = runner.run(model, actor.batch(2), 2, PlainEngine())
+    _, report = runner.run(model, actor.batch(2), 2, PlainAccelerator())
     assert report.metrics[f"{ASYNC}/dropped_stale"] == 1
     assert report.channel == "A", "only the stale pack was there"
 

@@ -14,6 +14,7 @@ from pycocotools.coco import COCO
 
 from learner.data.coco import read_coco
 from learner.data.conversion import Conversion, convert, write_records
+from learner.data.formats import read_other
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule
 from learner.data.toy import ToyData, make_data
@@ -304,6 +305,24 @@ def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
         assert conversion.records[0]["images"] == [path]
         write_records(conversion, out)
         assert read_samples(out, allow_poly=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [("instances_train2017.json", "{}.png"), ("lvis_v1_train.json", "train2017/{}.png")],
+)
+def test_images_are_found_in_the_layout_of_coco(tmp_path: Path, file: str, names: str) -> None:
+    """Also if the first image is lost."""
+    lists, photos = tmp_path / "annotations", tmp_path / "train2017"
+    lists.mkdir()
+    photos.mkdir()
+    paint_all(photos, ["x.png"])
+    images = [image(1, names.format("lost"), (64, 48)), image(2, names.format("x"), (64, 48))]
+    document = {"images": images, "annotations": [], "categories": []}
+    (lists / file).write_text(json.dumps(document))
+    out = tmp_path / "own" / "data.jsonl"
+    conversion = convert(read_other(lists / file, "coco"), out, unwatched)
+    assert [each["images"] for each in conversion.records] == [["../train2017/x.png"]]
 
 
 EMPTY = {"images": [image(1)], "annotations": [], "categories": []}

@@ -19,7 +19,7 @@ from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
 from learner.models.prompts import encode_request
 from learner.operate.doctor import machine, servers, weights
-from learner.operate.doctor.findings import Finding, run_check
+from learner.operate.doctor.findings import CheckResult, run_check
 from learner.operate.doctor.run import examine
 from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
@@ -43,7 +43,7 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(toy_checkpoint, toy_data, tmp_path / "run")
 
 
-def finding_of(run: Callable[[], str]) -> Finding:
+def finding_of(run: Callable[[], str]) -> CheckResult:
     (finding,) = run_check(Check("check", run))
     return finding
 
@@ -51,7 +51,7 @@ def finding_of(run: Callable[[], str]) -> Finding:
 # --- files ------------------------------------------------------------------------------
 
 
-def input_findings(config: Config) -> list[Finding]:
+def input_findings(config: Config) -> list[CheckResult]:
     return [finding for check in InputChecks(config).checks() for finding in run_check(check)]
 
 

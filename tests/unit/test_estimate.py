@@ -30,7 +30,7 @@ from learner.operate.estimate.step import (
 from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
 from learner.training.input_checks import read_inputs
 from learner.training.recipes import recipe_of
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -307,7 +307,7 @@ def test_step_logs_tokens_memory_and_use_of_a_known_gpu(
         loaded = load_model(changed())
         loaded.model.train()
         runner = StepRunner(changed(), recipe_of(changed(), loaded), None)
-        _, report = runner.run(loaded.model, samples[:4], 0, PlainEngine())
+        _, report = runner.run(loaded.model, samples[:4], 0, PlainAccelerator())
         return report.metrics
 
     plain = step()

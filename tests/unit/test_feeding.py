@@ -23,7 +23,7 @@ from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
 from learner.training.channels import ChannelB, Encoding
 from learner.training.recipes import Recipe
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.training.train import order_of
 from learner.training.trainer import BatchLoader
@@ -149,7 +149,7 @@ class Feeding:
         """A whole optimizer step."""
         recipe = Recipe(config, parts.channel_a, self.channel_b, parts.pipeline)
         runner = StepRunner(config, recipe, self.policy)
-        return runner.run(parts.loaded.model, self.samples, 0, PlainEngine())[1]
+        return runner.run(parts.loaded.model, self.samples, 0, PlainAccelerator())[1]
 
     def ids(self, chunk: int) -> list[str]:
         part = self.samples[chunk * CHUNK : (chunk + 1) * CHUNK]

@@ -25,7 +25,7 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.recipes import Recipe
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.synchronous_rollouts import PackFeed, SynchronousRollouts
 from learner.types import Channel, RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig
@@ -57,7 +57,7 @@ class Ran:
     gradient: float | None = None
 
 
-class Recording(PlainEngine):
+class Recording(PlainAccelerator):
     """Notes which backwards would synchronize."""
 
     def __init__(self, ran: Ran) -> None:

@@ -32,7 +32,7 @@ from learner.stages.matching import match_objects
 from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
 from learner.training.recipes import recipe_of
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
 from tests.unit.answers import encode, entry, text_in_role, text_of
 from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
@@ -268,7 +268,7 @@ def run_step(
     runner = StepRunner(config, scene.recipe, policy, peers=peers)
     own = len(samples) // peers.count
     mine = samples[peers.rank * own : (peers.rank + 1) * own]
-    loss, report = runner.run(scene.loaded.model, mine, 0, PlainEngine())
+    loss, report = runner.run(scene.loaded.model, mine, 0, PlainAccelerator())
     return Ran(report, loss.item(), scene.gradients, scene.answers.seeds)
 
 

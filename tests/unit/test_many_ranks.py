@@ -24,7 +24,7 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import shared_push
-from learner.rollout.sync.group import Group
+from learner.rollout.sync.group import Sender
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
@@ -351,7 +351,7 @@ def test_every_process_gives_up_a_group_that_the_server_refuses(
     """Nothing opens the group, and its limit is far away."""
     left = threading.Event()
 
-    def join(body: InitCommunicator, given_up: threading.Event, number: int) -> Group:
+    def join(body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
         assert given_up.wait(_LIMIT_S)
         left.set()
         raise ConnectionAbortedError("the group was given up")

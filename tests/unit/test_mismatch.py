@@ -23,7 +23,7 @@ from learner.runs.metrics import StepReport, mismatch_payload
 from learner.stages.packing import Chunk
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelB
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.types import Channel, Role, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
@@ -209,7 +209,7 @@ def step(
     recipe, chunks = Apart(config, nats), iter([Chunk([pack(1)] * packs, last=True)])
     runner = StepRunner(config, recipe, policy, peers=peers, source=Script(chunks))
     model = nn.Linear(1, 1, bias=False)
-    return runner.run(model, fixed_samples(packs), 11, PlainEngine())[1]
+    return runner.run(model, fixed_samples(packs), 11, PlainAccelerator())[1]
 
 
 def test_a_step_above_the_bound_ends_the_run_and_names_causes() -> None:

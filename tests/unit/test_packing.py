@@ -293,21 +293,21 @@ def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
     packer = step(limit=16, packing=packing, fills=fills)
     coming = items(*[length for chunk in [*chunks, last] for length in chunk])
     expected: dict[Item, Place] = {}
-    packs = come = 0
+    packs = arrived = 0
     for number, chunk in enumerate([*chunks, last]):
-        come, began = come + len(chunk), come
-        for pack in packer.chunk(coming[began:come], last=number == len(chunks)):
+        arrived, began = arrived + len(chunk), arrived
+        for pack in packer.chunk(coming[began:arrived], last=number == len(chunks)):
             assert 0 < sum(map(len, pack)) <= CAPACITY
             for position, item in enumerate(pack):
                 assert item not in expected
-                expected[item] = Place(len(item), packs, position, come)
+                expected[item] = Place(len(item), packs, position, arrived)
             packs += 1
     assert packer.places == [expected[item] for item in coming]
     total = sum(map(len, coming))
     fill = total / (packs * CAPACITY) if packs else 0.0
     assert packer.payload().metrics() == {
         "packing/post_rollout_fill": fill,
-        "packing/post_rollout_segments": come,
+        "packing/post_rollout_segments": arrived,
         "packing/post_rollout_packs": packs,
         "packing/post_rollout_selected_total_len": total,
     }

@@ -25,7 +25,7 @@ from learner.rollout import parallel_calls
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import push
-from learner.rollout.sync.group import CurrentGpu, Group, join_group
+from learner.rollout.sync.group import CurrentGpu, Sender, join_group
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
 from shared_contracts.errors import ContractError
@@ -185,7 +185,7 @@ def test_a_group_that_is_not_formed_is_named_with_the_ways_without(server: Scrip
         held[0].wait(["group/0/ready/0"])
         return problem("weight-transfer-timeout", "server: engine worker (rank 1): missing", "x")
 
-    def noting(body: InitCommunicator, given_up: threading.Event) -> Group:
+    def noting(body: InitCommunicator, given_up: threading.Event) -> Sender:
         try:
             return join_group(body, given_up)
         finally:
@@ -319,7 +319,7 @@ def test_one_deadline_bounds_all_of_a_transfer() -> None:
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     with ThreadPoolExecutor(2) as pool:
         ours, _theirs = pool.map(lambda rank: ProcessGroupGloo(store, rank, 2, options), range(2))
-    group = Group(cast(Any, ours), body(1, timeout_s=0.5), torch.device("cpu"))
+    group = Sender(cast(Any, ours), body(1, timeout_s=0.5), torch.device("cpu"))
     meta = ParameterMeta(name="w", dtype="float32", shape=[2**22])
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
         group.send([meta], [("w", torch.zeros(2**22))])
@@ -420,7 +420,7 @@ def test_a_group_is_joined_and_used_on_the_gpu_of_its_pusher(
             used.append(threading.current_thread())
             yield from super().tensors(dtype)
 
-    def join(body: InitCommunicator, given_up: threading.Event) -> Group:
+    def join(body: InitCommunicator, given_up: threading.Event) -> Sender:
         used.append(threading.current_thread())
         return join_group(body, given_up)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from learner.config.registry import ANSWER_FORMATS, load_registered
-from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
+from learner.rollout.repeat_processor import HfRepeatProcessor
 from learner.stages.tokens import encode_answer
 from rollout_server.engines import vllm as vllm_room
 from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
@@ -163,7 +163,9 @@ def test_transformers_processor_gives_the_verdicts_of_the_plain_definition(
 ) -> None:
     ids = st.lists(st.sampled_from([A, B, *key]), min_size=20, max_size=20)
     streams = [data.draw(ids) for _ in range(rows)]
-    hf = HfProcessor(config, tokenizer, prompt_length=2, eos_token_ids=[tokenizer.eos_token_id])
+    hf = HfRepeatProcessor(
+        config, tokenizer, prompt_length=2, eos_token_ids=[tokenizer.eos_token_id]
+    )
     forced = []
     for length in range(21):
         tokens = torch.tensor([[A, A, *each[:length]] for each in streams])
@@ -272,7 +274,9 @@ def test_both_processors_count_the_entries_of_the_format(
     batch = Batch(make_processor(vllm_config, guard))
     row = Row(params(), stream)
     batch.change(join=[row])
-    hf = HfProcessor(guard, tokenizer, prompt_length=0, eos_token_ids=[tokenizer.eos_token_id])
+    hf = HfRepeatProcessor(
+        guard, tokenizer, prompt_length=0, eos_token_ids=[tokenizer.eos_token_id]
+    )
     forced = []
     for length in range(second + 2):
         batch.step()

@@ -24,7 +24,7 @@ from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.recipes import Recipe
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -98,7 +98,7 @@ class Parts:
     ) -> tuple[float, StepReport, Gradients]:
         """Loss, report and gradients of one step."""
         self.loaded.model.zero_grad()
-        loss, report = runner.run(self.loaded.model, samples, step, PlainEngine())
+        loss, report = runner.run(self.loaded.model, samples, step, PlainAccelerator())
         return loss.item(), report, self.gradients()
 
     def gradients(self) -> Gradients:

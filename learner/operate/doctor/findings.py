@@ -21,7 +21,7 @@ _MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One row of the table.
 
     check: name of the check. about: a server, file or key; may be empty. found: the result; for a
@@ -35,25 +35,27 @@ class Finding:
     do: str = ""
 
 
-def run_check(check: Check) -> list[Finding]:
+def run_check(check: Check) -> list[CheckResult]:
     """Run a check; return one finding, or one for each of its first `_MOST_SHOWN` errors."""
     try:
-        return [Finding(check.name, "", "ok", check.run())]
+        return [CheckResult(check.name, "", "ok", check.run())]
     except Waiting as waiting:
-        return [Finding(check.name, "", "skipped", str(waiting))]
+        return [CheckResult(check.name, "", "skipped", str(waiting))]
     except RunError as error:
-        return [Finding(check.name, "", "fail", str(error), "See the server's log")]
+        return [CheckResult(check.name, "", "fail", str(error), "See the server's log")]
     except ContractError as error:
         status: Status = "warn" if isinstance(error, Caution) else "fail"
         errors = error.errors
-        shown = [Finding(check.name, e.where, status, e.found, e.do) for e in errors[:_MOST_SHOWN]]
+        shown = [
+            CheckResult(check.name, e.where, status, e.found, e.do) for e in errors[:_MOST_SHOWN]
+        ]
         if (more := len(errors) - _MOST_SHOWN) > 0:
             found = f"{more} more of {len(errors)}"
-            shown.append(Finding(check.name, "", status, found, "Fix these first"))
+            shown.append(CheckResult(check.name, "", status, found, "Fix these first"))
         return shown
 
 
-def table(findings: Sequence[Finding]) -> Table:
+def table(findings: Sequence[CheckResult]) -> Table:
     """Return one row for each finding: status, check, and result above remedy."""
     rows = list[list[str | Text]]()
     for finding in findings:
@@ -65,16 +67,16 @@ def table(findings: Sequence[Finding]) -> Table:
     return Table("", ("", "", ""), rows)
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[CheckResult]) -> str:
     counts = Counter(finding.status for finding in findings)
     return ", ".join(f"{counts[status]} {status}" for status in _STYLES)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[CheckResult]) -> str:
     """Return `{"failed": ..., "findings": [{check, about, status, found, do}, ...]}`."""
     document = {"failed": failed(findings), "findings": [asdict(finding) for finding in findings]}
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
-def failed(findings: Sequence[Finding]) -> bool:
+def failed(findings: Sequence[CheckResult]) -> bool:
     return any(finding.status == "fail" for finding in findings)

@@ -11,7 +11,7 @@ from functools import partial
 from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
-from learner.operate.doctor.findings import Finding, failed, run_check
+from learner.operate.doctor.findings import CheckResult, failed, run_check
 from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
 from learner.operate.doctor.weights import push_checkpoint, weight_checks
@@ -21,7 +21,7 @@ from learner.training.server_checks import ServerChecks
 from shared_contracts.errors import ContractError
 
 
-def examine(config: Config, *, push: bool = False) -> Iterator[Finding]:
+def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
     """Run the checks, and yield each finding at once.
 
     push: also push the checkpoint to the servers, if no check fails.
@@ -34,13 +34,13 @@ def examine(config: Config, *, push: bool = False) -> Iterator[Finding]:
         do = "Set it to server and name them in rollout_matching.vllm.server.servers"
         raise ContractError("rollout_matching.vllm.mode", found, do)
     disable_progress_bar()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check in _checks(config, findings, push):
         findings += (new := run_check(check))
         yield from new
 
 
-def _checks(config: Config, findings: list[Finding], push: bool) -> Iterator[Check]:
+def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator[Check]:
     """Yield the checks. findings: those of earlier checks; the caller appends to it."""
     inputs = InputChecks(config)
     machine = MachineChecks(config, inputs)
@@ -70,7 +70,7 @@ def _check_validation_data(config: Config) -> str:
     return "none" if config.data.val_jsonl is None else "another file than the training data"
 
 
-def _push(config: Config, servers: ServerChecks, findings: list[Finding]) -> str:
+def _push(config: Config, servers: ServerChecks, findings: list[CheckResult]) -> str:
     if failed(findings):
         raise Waiting("waits for the checks that failed")
     return push_checkpoint(config, require(servers.clients, "servers"))

@@ -163,7 +163,7 @@ def step_costs(
     for channel in sorted({recipe.channel(step) for step in range(1000)}):
         answers = config.answers_per_sample if channel == "B" else 1
         pack, packs = longest_pack(config, segments * answers)
-        step = _Step(config, loaded, pack)
+        step = _CountedStep(config, loaded, pack)
         parts = processes if step.sharded else 1
         trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts
         weights = sum(w.nbytes for w in step.parameters.values()) // parts
@@ -186,7 +186,7 @@ def step_costs(
     return costs
 
 
-class _Step:
+class _CountedStep:
     """The longest pack of a step, and the model."""
 
     def __init__(self, config: Config, loaded: LoadedModel, pack: Pack) -> None:

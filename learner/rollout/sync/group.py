@@ -1,7 +1,7 @@
 """The learner's part of a weight group: rank 0, which sends (SYNC-03).
 
-    Group              over sockets (gloo), or NCCL
-    SharedMemoryGroup  in memory that both sides map, on one machine (ipc)
+    Sender              over sockets (gloo), or NCCL
+    SharedMemorySender  in memory that both sides map, on one machine (ipc)
 
 The wire format is in `shared_contracts.weights`. While one bucket travels, the next one is packed.
 """
@@ -44,7 +44,7 @@ _STORE_POLL_S = 0.02
 ProcessGroup: TypeAlias = Any
 
 
-def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 0) -> "Group":
+def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 0) -> "Sender":
     """Join the group that `POST /init_communicator/` with `body` forms.
 
     given_up: set when the call was refused. number: of this learner process among the senders.
@@ -54,7 +54,7 @@ def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 
     if body.transport == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     group = join_ranks(torch, store, body, 0, number, device, given_up.is_set)
-    kind = SharedMemoryGroup if body.transport == "ipc" else Group
+    kind = SharedMemorySender if body.transport == "ipc" else Sender
     return kind(group, body, device)
 
 
@@ -84,7 +84,7 @@ def _open_store(body: InitCommunicator, given_up: threading.Event) -> TCPStore:
     raise ConnectionAbortedError("the group was given up")
 
 
-class Group:
+class Sender:
     """Sends over sockets or NCCL. device: of the buckets."""
 
     def __init__(self, group: ProcessGroup, body: InitCommunicator, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class Group:
         return partial(group.broadcast(bucket, 0).wait, left)
 
 
-class SharedMemoryGroup(Group):
+class SharedMemorySender(Sender):
     """Sends through memory that the workers map, on the GPU if there is one."""
 
     def send(

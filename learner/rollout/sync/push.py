@@ -29,7 +29,7 @@ from torch import Tensor
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.rollout.parallel_calls import run_together
-from learner.rollout.sync.group import CurrentGpu, Group, join_group
+from learner.rollout.sync.group import CurrentGpu, Sender, join_group
 from learner.rollout.sync.weights import SyncMode, WeightSource
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.weights import (
@@ -48,9 +48,9 @@ _LOG = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Phase = Literal["reach", "rendezvous", "start", "transfer", "finish", "adapter"]
 Side = Literal["learner", "server"]
-Join = Callable[[InitCommunicator, threading.Event], Group]
+Join = Callable[[InitCommunicator, threading.Event], Sender]
 
-# The server bounds its part of every phase itself; it has so much longer to answer with the reason.
+# Added to the deadline of a phase, so that the server can answer with its own reason.
 _ANSWER_MARGIN_S = 60.0
 _CLOSED = "the learner has left this server"
 _ABANDONED = "the learner has left the group"
@@ -76,11 +76,11 @@ class WeightPusher:
     Pushes are made one at a time; another thread may call `abandon` or `close` in the middle of
     one.
 
-    The GPU of the thread that makes the pusher sends.
+    Weights are sent from the current GPU of the thread that makes the pusher.
 
     group_port: port of the rendezvous. join: how the group is joined.
 
-    senders: learner processes that send in the group; 0 without one.
+    senders: number of learner processes in the group; 0: there is no group.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightPusher:
         self._join_group = join
         self._gpu = CurrentGpu()
         self._ready: CommunicatorReady | None = None
-        self._group: Group | None = None
+        self._group: Sender | None = None
         self._attempt = ""  # of the newest group, also after it was abandoned; empty without one
         self.senders = 0
         self._leaving = threading.Lock()
@@ -122,7 +122,7 @@ class WeightPusher:
         return self._ready
 
     def new_group(self, senders: int, transport: Transport) -> InitCommunicator:
-        """Return the call that forms a group in which so many learner processes send."""
+        """Return the call that forms a group with `senders` learner processes."""
         if self._closed:
             raise self._broken("learner", "reach", ConnectionAbortedError(_CLOSED))
         self.abandon()
@@ -143,7 +143,7 @@ class WeightPusher:
 
     def form_group(self, init: InitCommunicator) -> None:
         """Form a new group; raises as `connect`."""
-        given_up, ready, group = threading.Event(), list[CommunicatorReady](), list[Group]()
+        given_up, ready, group = threading.Event(), list[CommunicatorReady](), list[Sender]()
         try:
             self._together(
                 "rendezvous",
@@ -180,9 +180,9 @@ class WeightPusher:
     # --- a push
 
     def push(self, version: int) -> SyncReport:
-        """Make `version` the server's weights; `seconds` of the report has the `total`, too.
+        """Make `version` the server's weights; `seconds` of the report also has the `total`.
 
-        A server that is lost before anything is sent is no failure of what is pushed.
+        If the server is lost before anything is sent, the mode does not count it as a failure.
 
         Raises:
             WeightSyncError: names the phase that broke; the group is left.

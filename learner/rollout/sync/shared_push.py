@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.distributed.peers import Peers, broadcast_from_rank0
 from learner.rollout.parallel_calls import in_thread
-from learner.rollout.sync.group import CurrentGpu, Group, join_group
+from learner.rollout.sync.group import CurrentGpu, Sender, join_group
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights
 from shared_contracts.errors import RunError
@@ -39,7 +39,7 @@ class SharedPush:
         self._pusher = pusher
         self._weights = weights
         self._transport = transport
-        self._group: Group | None = None  # of other processes than process 0
+        self._group: Sender | None = None  # of other processes than process 0
 
     def push(self, version: int, dtype: DtypeName) -> SyncReport:
         """Make `version` the weights of the server, in its type. Every process calls it."""

@@ -31,12 +31,12 @@ from rollout_server.engines.engine_protocol import (
     Aborted,
     Adapter,
     ChatGenerate,
-    ChatMessage,
     Completion,
     EngineDead,
     Finish,
     Load,
     Prompt,
+    PromptMessage,
     PromptRefused,
     WeightPhaseFailed,
 )
@@ -140,7 +140,7 @@ class VllmEngine:
     def declare_dead(self) -> None:
         self._given_up.set()
 
-    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
         """Apply the model's chat template and processor."""
         self._refuse_control_tokens(messages)
         if self._given_up.is_set():
@@ -160,7 +160,7 @@ class VllmEngine:
         added = tokenizer.added_tokens_decoder.values()
         return [str(token) for token in added if token.special]
 
-    def _refuse_control_tokens(self, messages: list[ChatMessage]) -> None:
+    def _refuse_control_tokens(self, messages: list[PromptMessage]) -> None:
         """Raise PromptRefused for text that would be encoded as a control token."""
         text = "\n".join(part or "" for message in messages for part in message.parts)
         if found := [token for token in self._control_tokens if token in text]:
@@ -376,7 +376,7 @@ async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     return final
 
 
-def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> list[Any]:
+def _vllm_messages(messages: list[PromptMessage], images: list[Image.Image]) -> list[Any]:
     left = iter(images)
     return [
         {

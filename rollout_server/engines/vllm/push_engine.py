@@ -73,7 +73,7 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
     init_info_cls = GroupInfo
     update_info_cls = Manifest
 
-    _group: "Group | None" = None
+    _group: "Receiver | None" = None
     _bucket_bytes = 0
     _loading = ""  # name of the parameter being loaded
 
@@ -115,7 +115,7 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
             raise
 
     def _stream(
-        self, parameters: Sequence[ParameterMeta], group: "Group"
+        self, parameters: Sequence[ParameterMeta], group: "Receiver"
     ) -> Iterator[tuple[str, Tensor]]:
         plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
@@ -172,7 +172,7 @@ def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tu
 ProcessGroup: TypeAlias = Any
 
 
-def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Group":
+def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Receiver":
     """Return the group of a worker, after all its ranks have joined.
 
     worker: its index among the workers of all engines.
@@ -185,11 +185,11 @@ def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Gr
         torch.accelerator.set_device_index(device)
         buckets_on = device
     group = join_ranks(torch, store, info, 1 + worker % share, worker // share, buckets_on)
-    kind = SharedMemoryGroup if info.transport == "ipc" else Group
+    kind = SharedMemoryReceiver if info.transport == "ipc" else Receiver
     return kind(group, info.timeout_s, buckets_on)
 
 
-class Group:
+class Receiver:
     """Receives buckets over sockets or NCCL. device: of the buckets."""
 
     def __init__(self, group: ProcessGroup, timeout_s: float, device: torch.device) -> None:
@@ -218,7 +218,7 @@ class Group:
         return data, self._group.broadcast(data, 0)
 
 
-class SharedMemoryGroup(Group):
+class SharedMemoryReceiver(Receiver):
     """Copies buckets from the learner's memory."""
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:

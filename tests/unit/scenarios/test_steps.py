@@ -18,7 +18,7 @@ from learner.rollout.policy import Policy, request_settings
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
-from learner.training.step import PlainEngine, StepRunner
+from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer
 from tests.unit.config_faults import changed, only_error
@@ -80,7 +80,7 @@ def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
         policy = policy_over(Scripted(own, parts))
         runner = StepRunner(config, parts.recipe(config), policy, peers=peers)
         model = parts.loaded.model
-        return [runner.run(model, own, step, PlainEngine())[1].channel for step in range(4)]
+        return [runner.run(model, own, step, PlainAccelerator())[1].channel for step in range(4)]
 
     assert [rank.result() for rank in in_ranks(2, kinds)] == [["A", "B", "A", "B"]] * 2
 
