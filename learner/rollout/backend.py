@@ -169,7 +169,7 @@ class Journal:
         self._page.pushes.append((server, again, report))
 
     def probe(self, seconds: float) -> None:
-        self._page.probe_s = seconds
+        self._page.probe_s = seconds + (self._page.probe_s or 0.0)
 
     def lost(self, server: str, reason: str) -> None:
         self._page.lost.append((server, reason))

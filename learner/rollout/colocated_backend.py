@@ -15,6 +15,7 @@ from typing import TypeVar
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.client import RolloutClient
+from learner.rollout.server import Answers, ServerBackend
 from learner.rollout.server_process import SupervisedServer
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
@@ -33,7 +34,7 @@ class ColocatedBackend(RolloutBackend):
 
     def __init__(
         self,
-        servers: RolloutBackend,
+        servers: ServerBackend,
         own: SupervisedServer | None,
         room: Callable[[], AbstractContextManager[None]],
         memory: RolloutClient | None = None,
@@ -49,6 +50,7 @@ class ColocatedBackend(RolloutBackend):
         self._peers = peers
         self._is_serving = False
         self._asleep = False
+        self._answers: Answers = []
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -74,6 +76,8 @@ class ColocatedBackend(RolloutBackend):
                 self.sleep()
             finally:
                 self._is_serving = False
+        answers, self._answers = self._answers, []
+        self._servers.prove(answers)  # its forward needs the learner's weights on the device
 
     def sleep(self) -> None:
         """Have the server give its memory up, once every process has its answers."""
@@ -97,7 +101,7 @@ class ColocatedBackend(RolloutBackend):
 
     def push_weights(self, version: int) -> None:
         with self.serving():
-            self._working(partial(self._servers.push_weights, version))
+            self._answers = self._working(partial(self._servers.push_and_ask, version))
             self._asleep = False
 
     def close(self) -> None:

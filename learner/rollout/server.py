@@ -32,6 +32,8 @@ from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferR
 from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
 
 T = TypeVar("T")
+# Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
+Answers = list[tuple[str, DtypeName, list[str]]]
 
 # `repush_restarted` takes at most one part in so many of the time: checking a server that is cut
 # off takes seconds.
@@ -145,15 +147,50 @@ class ServerBackend(RolloutBackend):
         Raises:
             RunError: no server took the push, or one computes with other weights; in every process.
         """
+        self.prove(self.push_and_ask(version))
+
+    def push_and_ask(self, version: int) -> Answers:
+        """Push as `push_weights`; return the answers for `prove`, of each usable server if due.
+
+        Process 0 asks. A server that was pushed to again meanwhile makes the next proof due.
+        """
         self._peers.all_gather(lambda: None)  # every process has its answers of the old weights
         if not self._push_shared(version):
             if self._gather is not None:
                 self._gather(self._dtype)
             self.version.record(self._by_leader(partial(self._push, version)))
-        if self._proof is not None and self._proof.is_due():
-            began = self._clock()
-            self._prove(self._proof, version)
+
+        def ask() -> Answers:
+            unproven = any(server.unproven for server in self._servers)
+            if self._proof is None or not self._proof.is_due(unproven):
+                return []
+            call, servers = probe_call(version), self._pool.usable()
+            answers = in_parallel([partial(server.ask, call) for server in servers])
+            return [
+                (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
+                for server, envelopes in zip(servers, answers, strict=True)
+                if envelopes
+            ]
+
+        began = self._clock()
+        answers = broadcast_from_rank0(self._peers, ask)
+        if answers:
             self.journal.probe(self._clock() - began)
+        return answers
+
+    def prove(self, answers: Answers) -> None:
+        """Compare answers with the forward of the trainer's model, in every process.
+
+        A sharded model computes in all of them. Raises WeightsDiffer.
+        """
+        if not answers:
+            return
+        began = self._clock()
+        for url, dtype, texts in answers:
+            assert self._proof is not None
+            envelopes = [RolloutEnvelope.model_validate_json(text) for text in texts]
+            self._proof.check(url, envelopes, dtype)
+        self.journal.probe(self._clock() - began)
         self._peers.all_gather(lambda: None)
 
     def _push_shared(self, version: int) -> bool:
@@ -172,26 +209,6 @@ class ServerBackend(RolloutBackend):
         self._by_leader(partial(server.adopt_push, report))
         self.version.record(version)
         return True
-
-    def _prove(self, proof: ProofOfEffect, version: int) -> None:
-        """Compare answers of each usable server with the trainer's forward.
-
-        Process 0 asks. Every process compares, because a sharded model computes in all of them.
-        """
-        call = probe_call(version)
-
-        def ask() -> list[tuple[str, DtypeName, list[str]]]:
-            servers = self._pool.usable()
-            answers = in_parallel([partial(server.ask, call) for server in servers])
-            return [
-                (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
-                for server, envelopes in zip(servers, answers, strict=True)
-                if envelopes
-            ]
-
-        for url, dtype, texts in broadcast_from_rank0(self._peers, ask):
-            envelopes = [RolloutEnvelope.model_validate_json(text) for text in texts]
-            proof.check(url, envelopes, dtype)
 
     def _push(self, version: int) -> int:
         def pushable() -> list[ServerHandle]:

@@ -89,9 +89,11 @@ class ServerHandle:
     world_size: its engine workers. dtype: of its weights.
     starting: it is lost, and the newest check found its engines starting.
     wants_push: it is lost, and the newest check found that it lacks only a push.
+    unproven: it was pushed to again, or lost before a proof of effect, and no proof followed.
     """
 
     dtype: DtypeName = "float32"
+    unproven = False
 
     def __init__(
         self,
@@ -183,12 +185,15 @@ class ServerHandle:
             return True
 
     def ask(self, call: InferCall) -> list[RolloutEnvelope]:
-        """Return the answers to a call, or nothing from a server that is lost by it."""
+        """Return the answers to the call of a proof, or nothing if the server is lost by it."""
+        self.unproven = True
         try:
-            return self._client.infer(call, self._epoch)
+            answers = self._client.infer(call, self._epoch)
         except SERVER_ERRORS as error:
             self.lose(str(error))
             return []
+        self.unproven = False
+        return answers
 
     # --- lost and usable again
 
@@ -366,6 +371,7 @@ class ServerHandle:
     def adopt_push(self, report: SyncReport, again: bool = False) -> None:
         """Note a push that succeeded, and use the server."""
         self._epoch = report.status.server_epoch
+        self.unproven = self.unproven or again
         self._journal.push(self.url, again, report)
         self._use()
 

@@ -478,8 +478,15 @@ class Scene(RolloutBackend):
             raise RunError("nobody answers")
         return []
 
-    def push_weights(self, version: int) -> None:
+    def push_and_ask(self, version: int) -> list[str]:
         self.calls.append(f"push {version}")
+        return [f"answers of {version}"]
+
+    def prove(self, answers: list[str]) -> None:
+        self.calls += [f"proof by {each}" for each in answers]
+
+    def push_weights(self, version: int) -> None:
+        raise NotImplementedError
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -510,7 +517,7 @@ class Scene(RolloutBackend):
 def colocated(scene: Scene, *, sleeps: bool) -> ColocatedBackend:
     """sleeps: as on a GPU. On the CPU the server keeps its memory."""
     server = cast(Any, scene)
-    return ColocatedBackend(scene, server, scene.room, server if sleeps else None)
+    return ColocatedBackend(server, server, scene.room, server if sleeps else None)
 
 
 @pytest.mark.req("FULL-06")
@@ -527,8 +534,8 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
     backend.rollout([], RequestConfig())
     assert scene.moves == [
         "sleep",
-        *("room", "push 1", "rollout", "rollout", "sleep", "restored"),
-        *("room", "push 2", "rollout", "rollout", "sleep", "restored"),
+        *("room", "push 1", "rollout", "rollout", "sleep", "restored", "proof by answers of 1"),
+        *("room", "push 2", "rollout", "rollout", "sleep", "restored", "proof by answers of 2"),
         *("room", "wake up", "rollout", "sleep", "restored"),
     ]
 
@@ -571,7 +578,7 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
         scene = scenes[peers.rank]
         scene.calls = calls
         server = cast(Any, scene)
-        backend = ColocatedBackend(scene, server, scene.room, server, peers)
+        backend = ColocatedBackend(server, server, scene.room, server, peers)
         backend.sleep()
         with backend.serving():
             backend.push_weights(1)
@@ -582,7 +589,8 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
     moves = scenes[0].moves
     assert moves[:3] == ["sleep", "room", "room"]
     assert sorted(moves[3:7]) == ["push 1", "push 1", "rollout", "rollout"]
-    assert moves[7:] == ["sleep", "restored", "restored"]
+    assert moves[7] == "sleep"
+    assert sorted(moves[8:]) == ["proof by answers of 1"] * 2 + ["restored"] * 2
 
 
 def test_server_is_stopped_although_close_fails() -> None:

@@ -171,3 +171,27 @@ def test_every_server_that_answers_is_proven_after_a_push(
                 loaded.model.get_parameter("lm_head.weight").mul_(2.0)
             with pytest.raises(WeightsDiffer, match=one.base_url):
                 run.backend.push_weights(3)
+
+
+@pytest.mark.req("SYNC-06")
+def test_a_proof_that_is_missed_follows_the_next_push(
+    loaded: LoadedModel, answers: list[RolloutEnvelope]
+) -> None:
+    """A server that hangs up is not proven, and neither is a push that is repeated meanwhile."""
+    proven: list[int] = []
+    with scripted_server() as one:
+        one.routes[INFER] = lambda _: HangUp()
+        with fleet_of([S(one)], 8, ProofOfEffect(loaded, "sample")) as run:
+
+            def reply(body: Any) -> Reply:
+                proven.append(body["expected_weights_version"])
+                return answers
+
+            one.routes[INFER] = reply
+            for version in (2, 3, 4, 5):
+                run.backend.push_weights(version)
+                if version == 3:
+                    run.rollouts[0].restart_process()
+                    run.backend.repush_restarted()
+            assert run.pushed() == [[1, 2, 3, 3, 4, 5]]
+            assert proven == [2, 4]
