@@ -1,13 +1,20 @@
 """Load the model to train with its processor, apply the tuner, and `Offload` the model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -107,17 +114,17 @@ def load_weights(config: Config) -> PreTrainedModel:
 def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
     """Raise ContractError if a checkpoint's files lack parameters of its config, or have others.
 
-    For an adapter, its base is checked. What transformers ties, renames, fuses or ignores is no
-    fault. On the meta device it reads names and shapes alone.
+    Of an adapter, its base is checked, too. What transformers ties, renames, fuses or ignores is no
+    fault. Of a base it reads names and shapes alone, on the meta device.
 
     The error, about `where`, has every kind of fault and the first names of each.
     """
-    *_, folder = checkpoint_chain(checkpoint, where)
+    *adapters, folder = checkpoint_chain(checkpoint, where)
     with loading(where, str(folder), _WHOLE):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
         )
-    _, keys = loaded
+    model, keys = loaded
     shapes = [f"{k} {list(held)}, not {list(own)}" for k, held, own in keys["mismatched_keys"]]
     kinds = {
         "in no file": keys["missing_keys"],
@@ -136,6 +143,23 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
             "Copy or save the whole checkpoint again, or correct config.json; its top-level key "
             "tie_word_embeddings says whether lm_head.weight is a separate parameter",
         )
+    for adapter in adapters:
+        with loading(where, str(adapter), _WHOLE):
+            model = get_peft_model(model, PeftConfig.from_pretrained(str(adapter)))
+            weights = load_peft_weights(str(adapter), device="cpu")
+        if lacking := lacking_in_adapter(model, weights):
+            found = f"the adapter in {adapter} {lacking}"
+            raise ContractError(where, found, "Copy or save the whole adapter again")
+        model = model.unload()
+
+
+def lacking_in_adapter(model: Any, weights: Mapping[str, Tensor]) -> str:
+    """Return which parameters of a model's adapter are not in `weights`; "" if none."""
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    lacking = sorted(own.keys() - weights.keys())
+    return (
+        f"lacks {len(lacking)} parameters, first {', '.join(lacking[:_NAMED])}" if lacking else ""
+    )
 
 
 def read_model(

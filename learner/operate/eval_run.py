@@ -18,13 +18,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import Evaluation, ScoredAnswer
-from learner.analysis.report.answers import badness
+from learner.analysis.report.answers import badness, unread_answers
 from learner.analysis.report.evaluation_page import descriptions, precisions, thresholds, tiles
 from learner.analysis.report.run_page import error_text
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.distributed.waiting import waiting_for
-from learner.models.load import LoadedModel, load_model
+from learner.models.load import LoadedModel, lacking_in_adapter, load_model
 from learner.operate.eval_plan import EvaluationPlan
 from learner.rollout.client import RolloutClient
 from learner.runs.console import score, showing_waits
@@ -76,6 +76,8 @@ def _with_adapter(config: Config, folder: Path) -> LoadedModel:
     loaded = load_model(config)
     try:
         weights = load_peft_weights(str(folder))
+        if lacking := lacking_in_adapter(loaded.model, weights):
+            raise _mismatch(folder, f"it {lacking}")
         result: Any = set_peft_model_state_dict(loaded.model, weights)
     except (OSError, ValueError, RuntimeError) as error:
         raise _mismatch(folder, error_text(error)) from error
@@ -102,6 +104,10 @@ def tables(scored: Scored) -> list[Table]:
         precisions(numbers),
         descriptions(numbers, _WORST, f"Descriptions of the lowest F1, at most {_WORST}"),
     ]
+    if unread := unread_answers(scored.answers):
+        rows = [[each.name, str(each.count), each.share, each.meaning] for each in unread]
+        title = "Answers that could not be read, or only in part"
+        result.append(Table(title, ("", "#answers", "#share", "meaning"), rows))
     wrong = sorted((answer for answer in scored.answers if answer.f1 < 1), key=badness)
     if wrong:  # in the order of the page
         result.append(_samples(wrong[:_WORST]))

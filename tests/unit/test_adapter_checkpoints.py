@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.data.toy import ToyData
-from learner.models.load import load_model, read_model
+from learner.models.load import check_parameters, load_model, read_model
 from learner.models.toy import make_model
 from learner.operate.doctor import weights
 from learner.operate.export import export, require_exportable
@@ -134,6 +134,18 @@ def test_an_export_is_a_plain_checkpoint(
         assert_same(dict(again.named_parameters()), pushed(adapter, base))
     with pytest.raises(ContractError, match="not an empty"):
         require_exportable(adapter, out, "transformers")
+
+
+def test_an_adapter_that_lacks_parameters_is_refused(adapter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    first, *_, last = sorted(weights)
+    save_file({name: weights[name] for name in weights if name not in (first, last)}, file)
+    check_parameters(adapter)
+    with pytest.raises(ContractError, match=f"lacks 2 parameters, first {first}, {last}"):
+        check_parameters(folder)
 
 
 def test_a_folder_without_a_whole_checkpoint_is_not_exported(tmp_path: Path, base: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from pycocotools.coco import COCO
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from learner.analysis.evaluation.folder import (
@@ -255,10 +256,14 @@ def test_adapter_answers_as_in_its_run_and_fits_only_its_layers(
     assert ids["adapter"] != ids["base"]
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    layers = {"tuner": {"target_modules": ["o_proj"]}}
-    config.write_text(dump_mapping(merge(load_mapping(config), layers)))
-    with pytest.raises(ContractError, match="does not fit the model of the config"):
-        evaluate(config, "--checkpoint", checkpoint, "--out", tmp_path / "out")
+    file = checkpoint / "adapter_model.safetensors"
+    for layers, found in ((["o_proj"], "no place for"), ("all-linear", "it lacks 1 parameters")):
+        if layers == "all-linear":
+            save_file(dict(sorted(load_file(file).items())[1:]), file)
+        tuner = {"tuner": {"target_modules": layers}}
+        config.write_text(dump_mapping(merge(load_mapping(config), tuner)))
+        with pytest.raises(ContractError, match=f"not fit the model of the config .{found}"):
+            evaluate(config, "--checkpoint", checkpoint, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "tmp").iterdir()) == []
 

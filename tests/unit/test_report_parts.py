@@ -39,7 +39,7 @@ def good(count: int, step: int = 1) -> list[StepAnswer]:
     ("made", "fault"),
     [
         (answer(truncated=True), "truncated"),
-        (answer(invalid=True), "no JSON object"),
+        (answer(invalid=True), "no start of the format"),
         (answer(repeat_terminated=True), "ended by the repeat guard"),
         (answer(dropped=[("object_2", "bbox_invalid")]), "dropped objects"),
         (answer(truths=[CAT, ("owl", FAR)]), "missed objects"),

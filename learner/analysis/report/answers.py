@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from learner.runs.console import fraction
+from learner.runs.declared import ANSWER_FAULTS
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer, f1_of
 from learner.runs.run_folder import RunFolder
 
@@ -17,7 +18,8 @@ WRONG, LEFT_OUT = "wrong description", "not trained on"
 
 # Label of a fault -> predicate.
 FAULTS: dict[str, Callable[[LoggedAnswer], bool]] = {
-    "no JSON object": lambda answer: answer.parse.invalid,
+    "no start of the format": lambda answer: answer.parse.invalid,
+    "not read, or in part": lambda answer: answer.parse.fault is not None,
     "truncated": lambda answer: answer.parse.truncated,
     "ended by the repeat guard": lambda answer: answer.repeat_terminated,
     "dropped objects": lambda answer: bool(answer.parse.dropped),
@@ -30,6 +32,16 @@ FAULTS: dict[str, Callable[[LoggedAnswer], bool]] = {
 
 def faults_of(answer: LoggedAnswer) -> list[str]:
     return [label for label, has in FAULTS.items() if has(answer)]
+
+
+def unread_answers(answers: Sequence[LoggedAnswer]) -> list["Counted"]:
+    """Count the answers that could not be read, or only in part, by their reasons."""
+    counts = Counter(answer.parse.fault for answer in answers)
+    return [
+        Counted.of(str(fault), meaning, counts[fault], len(answers))
+        for fault, meaning in ANSWER_FAULTS.items()
+        if counts[fault]
+    ]
 
 
 def badness(answer: LoggedAnswer) -> tuple[float, int, str]:

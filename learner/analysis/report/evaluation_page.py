@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.analysis.report.answers import sample_answers
+from learner.analysis.report.answers import sample_answers, unread_answers
+from learner.analysis.report.findings import Finding
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, Tile, asset, publish_page
 from learner.config.rollout_matching import MatchingConfig
@@ -35,7 +36,10 @@ def write_gallery(
         "state": _state(numbers),
         "finished": False,
         "tiles": tiles(numbers),
-        "findings": [],
+        "findings": [
+            Finding("bad", f"{each.count} answers with {each.meaning} ({each.name})", "gallery")
+            for each in unread_answers(answers)
+        ],
         "facts": facts,
         "sections": list(_sections(numbers)),
         "plots": {},
