@@ -17,6 +17,7 @@ the logs and the checkpoints are those of `learner train`. Only `swift sft` impo
 
 import os
 import sys
+from functools import partial
 from typing import Any, cast
 
 from datasets import Dataset
@@ -119,7 +120,9 @@ class SwiftTrainer:
             return
         disable_progress_bar()
         expect_full_disks_in_threads()
-        clients = reach_servers(config) if generates(config) else []
+        clients = []
+        if generates(config):
+            clients = reach_servers(config, os.environ, inputs.answered, partial(tell, console))
         self.state = train_as(SINGLE_PROCESS, config, inputs, clients, console, self._loaded).state
 
     def _loaded(self, config: Config) -> LoadedModel:

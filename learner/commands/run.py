@@ -1,6 +1,7 @@
 """`learner train`, `launch`, `eval` and `demo`: the commands that run a model."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,6 @@ from learner.distributed.waiting import use_passive_wait
 def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     """Train a detector. All hyperparameters are in the YAML file."""
     from contextlib import nullcontext
-    from functools import partial
 
     from rich.console import Console
 
@@ -38,7 +38,7 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
         clients = []
         if generates(parsed):
             tell(console, f"Rollouts: {describe_backend(parsed, inputs.placement)}")
-            clients = reach_servers(parsed, os.environ, inputs.readable, partial(tell, console))
+            clients = reach_servers(parsed, os.environ, inputs.answered, partial(tell, console))
         use_passive_wait()
         os.environ.update(learner_environment(inputs.placement, inputs.processes))
         if inputs.processes > 1:  # hides socket errors; the learner reports lost processes itself
@@ -76,8 +76,6 @@ def launch(
     ] = None,
 ) -> None:
     """Start the servers and the learner of a run together, and stop them together."""
-    from functools import partial
-
     from rich.console import Console
 
     from learner.config import load_config, load_mapping
@@ -143,7 +141,7 @@ def evaluate(
     tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
     tell(console, f"Answers: {describe_backend(plan.config, plan.placement)}")
     with showing_waits(console):
-        clients = reach_servers(plan.config)
+        clients = reach_servers(plan.config, os.environ, plan.samples, partial(tell, console))
 
     use_passive_wait()
     os.environ.update(learner_environment(plan.placement))

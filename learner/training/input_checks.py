@@ -26,6 +26,7 @@ from learner.data.show import watch
 from learner.rollout.colocate import Placement, place
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
+from learner.stages.packing.plan import binpacking_module
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, Waiting, require
 from learner.types import Sample
@@ -57,6 +58,11 @@ class RunInputs:
     def readable(self) -> list[Sample]:
         """The training samples without bad ones."""
         return [sample for sample in self.train if sample.sample_id not in self.bad]
+
+    @property
+    def answered(self) -> list[Sample]:
+        """The samples to which servers generate answers."""
+        return [*self.readable, *self.val]
 
     def finished(self, training: TrainingConfig) -> str | None:
         """Return a line for the user if the run has finished already, else None."""
@@ -166,12 +172,13 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
     files = (config.data.train_jsonl, config.data.val_jsonl)
     shown = watch if environment.get("RANK", "0") == "0" else lambda results, _: results
     (train, val), bad = read_data(config, files, config.model.model, shown)
-    if all(sample.sample_id in bad for sample in train):
-        raise ContractError(
-            "data.train_jsonl",
-            f"none of {len(train)} samples can be trained on; first {bad[train[0].sample_id]}",
-            "Correct the images, or their paths",
-        )
+    for key, samples in (("train_jsonl", train), ("val_jsonl", val)):
+        if samples and all(sample.sample_id in bad for sample in samples):
+            raise ContractError(
+                f"data.{key}",
+                f"none of {len(samples)} samples can be used; first {bad[samples[0].sample_id]}",
+                "Correct the images, or their paths",
+            )
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 
 
@@ -303,6 +310,8 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
             "a step without packing",
             f"Raise it to at least {batch}, or lower training.effective_batch_size",
         )
+    if training.packing:
+        binpacking_module()
     if training.packing and training.packing_buffer < batch:
         raise ContractError(
             "training.packing_buffer",

@@ -30,9 +30,9 @@ from shared_contracts.server_info import Info
 class ServerChecks:
     """The checks of the config's servers, and their results.
 
-    samples: of the run; some of them are sent with their images. patience_s: longest wait for a
-    server that is not ready; None: `timeout_s`. clients, infos, envelopes: in the order of the
-    servers, None until their check has passed.
+    samples: of the run; the attribute has those that are sent with their images. patience_s:
+    longest wait for a server that is not ready; None: `timeout_s`. clients, infos, envelopes: in
+    the order of the servers, None until their check has passed.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ServerChecks:
         self._environment = environment
         self._server = server
         self._patience_s = patience_s or server.timeout_s
+        self._all_samples = samples
         self.samples = samples_of_folders(samples)
         self.clients: list[RolloutClient] | None = None
         self.infos: list[Info] | None = None
@@ -87,8 +88,8 @@ class ServerChecks:
         if errors:
             raise ContractErrors(errors)
         needed = 0
-        if self.samples:
-            needed = longest_prompt(self._config, self.samples)
+        if self._all_samples:
+            needed = longest_prompt(self._config, self._all_samples)
             needed += self._config.rollout_matching.max_new_tokens
         cautions = [e for url, info in servers for e in _cautions(self._config, url, info, needed)]
         if cautions:
@@ -111,7 +112,7 @@ class ServerChecks:
         return ", ".join(str(entry.group_port) for entry in self._server.servers)
 
     def _check_media(self) -> str:
-        """Have every server read images of up to `_FOLDERS` folders and answer one token."""
+        """Have every server read an image of each folder, of `_FOLDERS` at most, and answer."""
         clients, requests = require(self.clients, "servers"), self.requests()
         if not requests:
             return "no images to read"
@@ -127,7 +128,7 @@ class ServerChecks:
 
 
 # Samples whose images a server reads before the run, each of another folder.
-_FOLDERS = 4
+_FOLDERS = 32
 
 
 def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:

@@ -157,14 +157,16 @@ def test_an_evaluation_names_bad_samples_or_leaves_them_out(
         plan_evaluation(skip)
 
 
+@pytest.mark.parametrize(("name", "samples"), [("train", 24), ("val", 4)])
 def test_a_file_without_a_good_sample_is_refused(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path, name: str, samples: int
 ) -> None:
-    for line in range(1, 25):
-        image_of(data.train_jsonl, line).write_text("no image")
-    with pytest.raises(ContractError, match="none of 24 samples can be trained on") as caught:
+    file = {"train": data.train_jsonl, "val": data.val_jsonl}[name]
+    for line in range(1, samples + 1):
+        image_of(file, line).write_text("no image")
+    with pytest.raises(ContractError, match=f"none of {samples} samples can be used") as caught:
         check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
-    assert caught.value.where == "data.train_jsonl"
+    assert caught.value.where == f"data.{name}_jsonl"
 
 
 def test_a_config_that_trains_and_evaluates_on_one_file_is_doubted(

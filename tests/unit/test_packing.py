@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config import load_config
+from learner.data.toy import ToyData
 from learner.stages.packing import StepPacker, forwards_due
 from learner.stages.packing.plan import plan_packs, select_segments
+from learner.training.input_checks import check_step_budget
 from learner.types import Place
 from shared_contracts.errors import ContractError
+from tests.unit.small_run import small_config
 
 WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 CAPACITY = 20
@@ -105,12 +108,16 @@ def test_a_selection_is_the_oldest_with_others_as_full_as_first_come_at_least(
 
 @pytest.mark.req("PACK-02")
 @pytest.mark.scenario("Missing binpacking dependency fails fast")
-def test_without_the_binpacking_module_selecting_fails_fast(
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_the_binpacking_module_a_run_that_packs_fails_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
+    config = small_config(toy_checkpoint, toy_data, tmp_path, training={"packing": True})
+    check_step_budget(config, 100, 1)
     monkeypatch.setitem(sys.modules, "binpacking", None)
     with pytest.raises(ContractError) as error:
         select_segments([1, 2], 20)
+    with pytest.raises(ContractError, match="binpacking"):
+        check_step_budget(config, 100, 1)
     assert error.value.where == "training.packing"
     assert error.value.found == "the module 'binpacking' is not installed"
     assert error.value.do == "Install it (pip install binpacking) or set training.packing: false"

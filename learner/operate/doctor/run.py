@@ -55,7 +55,7 @@ def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator
     if config.rollout_matching.backend != "server":
         yield Check("servers", lambda: f"none: {config.rollout_matching.backend} needs no server")
         return
-    samples = [] if inputs.read is None else inputs.read.readable
+    samples = [] if inputs.read is None else inputs.read.answered
     servers = ServerChecks(config, os.environ, samples, PATIENCE_S)
     yield from servers.checks()
     yield from AnswerChecks(config, servers, machine).checks()
