@@ -261,7 +261,7 @@ def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
                 return
             yield item
 
-    threading.Thread(target=produce, daemon=True).start()
+    threading.Thread(target=produce, name="rollouts ahead", daemon=True).start()
     try:
         yield taken()
     finally:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from learner.config import load_config
 from learner.data.toy import ToyData
+from learner.rollout.distribution import PARTS, cut
 from learner.stages.packing import StepPacker, forwards_due
 from learner.stages.packing.plan import plan_packs, select_segments
 from learner.training.input_checks import check_step_budget
@@ -231,6 +232,7 @@ def lengths_of(packs: list[list[Item]]) -> list[list[int]]:
 def step(
     *,
     limit: int = 8,
+    capacity: int = CAPACITY,
     min_fill: float = 0.5,
     packing: bool = True,
     fills: list[float] | None = None,
@@ -239,7 +241,7 @@ def step(
     given = {"packing": packing, "packing_buffer": limit, "packing_min_fill_ratio": min_fill}
     training = load_config(WARMUP).training.model_copy(update=given)
     check = None if fills is None else fills.append
-    return StepPacker[Item, list[Item]](training, CAPACITY, list, check)
+    return StepPacker[Item, list[Item]](training, capacity, list, check)
 
 
 @pytest.mark.req("PACK-01", "PACK-02", "ARCH-02")
@@ -249,7 +251,8 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
     assert packing.chunk(items(8, 11), last=False) == []
     assert lengths_of(packing.chunk(items(1), last=False)) == [[8, 11, 1]]
     assert lengths_of(packing.chunk(items(8, 7, 12), last=False)) == [[8, 12]]
-    assert lengths_of(packing.chunk(items(20), last=False)) == [[7], [20]], "the oldest goes first"
+    assert packing.chunk(items(20), last=False) == [], "one like the 7 may still fit beside it"
+    assert lengths_of(packing.chunk(items(13), last=False)) == [[7, 13], [20]]
     assert packing.chunk([], last=True) == []
 
 
@@ -285,6 +288,25 @@ def test_without_packing_each_segment_is_a_pack_of_its_own_however_long(last: bo
     coming = items(3, 10 * CAPACITY, 4)
     assert packing.chunk(coming, last=last) == [[item] for item in coming]
     assert packing.chunk([], last=True) == []
+
+
+@pytest.mark.req("STEP-03")
+@pytest.mark.parametrize(("median", "sigma"), [(0.125, 0.6), (0.4, 0.4), (0.6, 0.1)])
+def test_parts_of_a_step_have_at_most_5_percent_more_packs(median: float, sigma: float) -> None:
+    """Of at least half of the packs the forward does not wait for the last part."""
+    draws, capacity, packs, early = random.Random(0), 12_000, dict.fromkeys((1, PARTS), 0), 0
+    for _ in range(60):
+        lengths = [draws.lognormvariate(math.log(median * capacity), sigma) for _ in range(32)]
+        coming = items(*(min(capacity, int(length)) for length in lengths))
+        for parts in packs:
+            packer = step(capacity=capacity, limit=32)
+            for chunk in cut(32, 32 // parts):
+                last = chunk.stop == 32
+                made = len(packer.chunk(coming[chunk.start : chunk.stop], last=last))
+                packs[parts] += made
+                early += 0 if last else made
+    assert packs[PARTS] <= 1.05 * packs[1]
+    assert early >= packs[PARTS] / 2
 
 
 @pytest.mark.req("PACK-01", "PACK-03", "PACK-05", "MET-03")

@@ -61,7 +61,7 @@ def test_doc_links_finds_each_name_that_does_not_exist(tmp_path: Path) -> None:
 
 
 RULES = "- `AB-01` First.\n- `AB-02` Second.\n"
-SCENARIOS = "Geometry-first, 2 ways (000, 004)\nA second one (002)\n"
+SCENARIOS = "Geometry-first, 2 ways (000, 004)\nA second one (002)\nA third (001; RES-06)\n"
 
 
 def req_table(root: Path, tests: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,10 @@ def test_req_table_lists_the_tests_of_each_rule_and_scenario(tmp_path: Path) -> 
         "1 of 2 rules have a test.",
         "Without a test: AB-02",
         "",
-        "1 of 2 scenarios have a test.",
+        "Geometry-first, 2 ways  tests/test_a.py::test_geometry_first_2_ways",
+        "A third     settled by RES-06",
+        "",
+        "2 of 3 scenarios have a test.",
         "Without a test: A second one",
     ]
 

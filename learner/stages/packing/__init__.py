@@ -32,6 +32,9 @@ class Whole(Protocol):
 S = TypeVar("S", bound=Whole)
 P = TypeVar("P")
 
+# With less room a pack is full; with more it waits, if the shortest segment would fit.
+_MOST_ROOM = 0.15
+
 
 class Chunk(NamedTuple, Generic[P]):
     """Some packs of a step. last: the step has no more."""
@@ -71,7 +74,7 @@ class StepPacker(Generic[S, P]):
         """Add a chunk of the step, and return the packs that can be made.
 
         Before the last chunk, packs are made while the waiting segments have the tokens of a whole
-        pack. With the last chunk, all waiting segments share the fewest packs (`plan_packs`).
+        pack and fill it, so far as they can. With the last chunk, all waiting segments share the fewest packs (`plan_packs`).
         """
         numbered = list(enumerate(segments, start=self._come))
         self._come += len(segments)
@@ -99,7 +102,11 @@ class StepPacker(Generic[S, P]):
             return self._take(plan_packs(self._lengths(), self._capacity, self._min_fill))
         packs = []
         while sum(lengths := self._lengths()) >= self._capacity:
-            packs += self._take([select_segments(lengths, self._capacity)])
+            plan = select_segments(lengths, self._capacity)
+            room = self._capacity - sum(lengths[place] for place in plan)
+            if room > _MOST_ROOM * self._capacity and room >= min(lengths):
+                break  # a segment of a later chunk may fit
+            packs += self._take([plan])
         return packs
 
     def _lengths(self) -> list[int]:
