@@ -11,6 +11,7 @@ import yaml
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
+from learner.data.toy import make_data
 from rollout_server.settings.options import ServerSettings, load_settings
 from tests.docs.documents import ROOT, Block, World, blocks, open_world
 from tests.integration.ranks import Nursery
@@ -54,6 +55,29 @@ def test_a_documented_command_succeeds(command: str, world: World) -> None:
     assert "Traceback" not in printed
     if command.startswith("curl"):
         assert "urn:rollmatch:" not in printed, printed
+
+
+@pytest.mark.slow
+def test_the_readme_leads_from_own_data_to_a_score(
+    toy_checkpoint: Path, started: Nursery, tmp_path: Path
+) -> None:
+    """Its commands in their order, except the download, on a CPU and with one step a run."""
+    folder = tmp_path / "own"
+    make_data(folder, train=16, val=4, seed=0)
+    (folder / "models").mkdir()
+    (folder / "models/qwen3-vl-4b").symlink_to(toy_checkpoint)
+    (walk,) = [block.commands for block in SHELL if "learner init --model" in block.text]
+    assert walk[0].startswith("hf download ")
+    assert walk[0].endswith(" models/qwen3-vl-4b")
+    for command in walk[1:]:
+        words = re.sub(r"checkpoint-\d+", "checkpoint-1", command).split()[1:]
+        options = ["--gpu", "cpu"] if words[0] == "init" else []
+        code, printed = started.run([*words, *options], folder)
+        assert code == 0, printed
+        for file in (folder / "my_run").glob("*.yaml") if options else ():
+            short = re.sub(r"(_steps:|checkpoint-)( ?)\d+", r"\1\g<2>1", file.read_text())
+            file.write_text(short.replace("b_ratio: 0.5", "b_ratio: 1.0"))
+    assert "F1@mIoU" in printed
 
 
 @pytest.mark.slow
