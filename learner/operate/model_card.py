@@ -37,7 +37,8 @@ def _sections(checkpoint: Path) -> Iterator[str]:
         yield f"# {checkpoint.name}\n"
         yield "A vision-language detector. It was exported by Rollmatch from a folder that is in "
         yield "no run, so that its data, config and scores are not known.\n"
-        yield from _versions({"versions": {"rollmatch": version("rollmatch")}})
+        names = ("rollmatch", "torch", "transformers")
+        yield from _versions({"versions": {name: version(name) for name in names}})
         return
     config, folder = read_mapping(run / RESOLVED), RunFolder(run)
     name = config["training"]["run_name"]

@@ -52,7 +52,12 @@ CONSTANT = {"training": {"lr_scheduler_type": "constant", "save_steps": 1}}
 HALF = merge(CONSTANT, {"training": {"max_steps": 1}})
 
 # A head of its own, which FSDP2 shards apart from the embedding.
-UNTIED = {"stage2_ab": {"n_softctx_iter": 3, "softctx_grad_mode": "unroll"}}
+UNTIED: dict[str, dict[str, Any]] = {
+    f"{forwards}_{mode}-untied": {
+        "stage2_ab": {"n_softctx_iter": forwards, "softctx_grad_mode": mode}
+    }
+    for forwards, mode in ((1, "unroll"), (2, "em_detach"), (3, "unroll"), (3, "em_detach"))
+}
 OTHER_FAMILIES: tuple[ToyFamily, ...] = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_ALONE: dict[str, dict[str, Any]] = {
     "unroll": UNROLL,
@@ -71,7 +76,7 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "sharded_packed": merge(PACKED, FSDP2),
     "sharded_bfloat16": merge(BFLOAT16, FSDP2),
     "sharded_constant": merge(HALF, FSDP2),
-    "sharded-untied": merge(UNTIED, FSDP2),
+    **{f"sharded_{name}": merge(change, FSDP2) for name, change in UNTIED.items()},
     "sharded_resumed": merge(merge(CONSTANT, FSDP2), {"training": {"resume": "auto"}}),
     **{f"sharded-{family}": FSDP2 for family in OTHER_FAMILIES},
 }
@@ -174,7 +179,8 @@ def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -
 def alone(world: World) -> dict[str, Run]:
     files = world.configs(
         "alone",
-        {**ALSO_ALONE, "whole-untied": UNTIED}
+        ALSO_ALONE
+        | {f"whole_{name}": change for name, change in UNTIED.items()}
         | {f"whole-{family}": {} for family in OTHER_FAMILIES},
     )
     for file in files:
@@ -226,11 +232,13 @@ def test_sharded_steps_are_those_of_ddp(two: dict[str, Run], name: str) -> None:
 
 
 @pytest.mark.req("DDP-02", "CHA-02", "RUN-02")
-@pytest.mark.parametrize("model", ["untied", *OTHER_FAMILIES])
+@pytest.mark.parametrize(
+    "name", [*(f"_{name}" for name in UNTIED), *(f"-{family}" for family in OTHER_FAMILIES)]
+)
 def test_sharded_steps_of_other_models_are_those_of_one_process(
-    alone: dict[str, Run], two: dict[str, Run], model: str
+    alone: dict[str, Run], two: dict[str, Run], name: str
 ) -> None:
-    assert_same(alone[f"whole-{model}"], two[f"sharded-{model}"])
+    assert_same(alone[f"whole{name}"], two[f"sharded{name}"])
 
 
 @pytest.mark.req("FULL-03")
