@@ -112,7 +112,7 @@ ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 class Engine(Protocol):
     """One replica.
 
-    dtype: of the model's weights. alive: its process runs. asleep: some memory is released.
+    dtype: of the model's weights. alive: its process runs. asleep: from `sleep` to `resume`.
     heartbeat_age_s: seconds since the last answer; 0 during a weight phase.
     guard_active: the repeat guard is enabled and verified.
     holds_checkpoint: no full weights were pushed.
@@ -126,11 +126,10 @@ class Engine(Protocol):
     dtype: DtypeName
     weights_version: int
     holds_checkpoint: bool
+    asleep: bool
 
     @property
     def alive(self) -> bool: ...
-    @property
-    def asleep(self) -> bool: ...
     @property
     def heartbeat_age_s(self) -> float: ...
     @property
@@ -199,7 +198,8 @@ class Engine(Protocol):
     async def sleep(self) -> None:
         """Pause, and release the memory of the device until `resume`; the weights are kept.
 
-        A second call has no effect. Raises EngineDead if the state of the memory is unknown.
+        Running sequences end, and waiting ones raise Aborted. A second call has no effect. Raises
+        EngineDead if the state of the memory is unknown.
         """
 
     async def wake_weights(self) -> None:

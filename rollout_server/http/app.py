@@ -279,9 +279,10 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(body: Memory) -> WeightStatus:
-        """Let running calls end, and release the memory of the GPUs until a push or `/wake_up/`.
+        """Let running sequences end, and release the GPUs' memory until a push or `/wake_up/`.
 
-        The weights are kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
+        Calls with waiting sequences, and new calls, are refused with `push-needed`. The weights are
+        kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
         released.
         """
         return await pool.weights.sleep()

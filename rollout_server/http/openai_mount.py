@@ -19,8 +19,7 @@ from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
 from rollout_server.http.guards import ConcurrencyLimit
 from rollout_server.http.problems import answer_refusal
 from rollout_server.runtime.concurrency import handed_over
-from rollout_server.runtime.refusals import refusal
-from rollout_server.serving.infer import Turns, charged, least_loaded
+from rollout_server.serving.infer import Turns, charged, ended_early, least_loaded
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CHAT, CallRecord
 from shared_contracts.errors import ProblemError
@@ -97,7 +96,7 @@ class OpenAIMount:
                     record.weights_version = (engine.weights_version,) * 2
                     yield output
         except (EngineDead, Aborted) as error:
-            raise refusal("not-ready", str(error), f"replicas[{engine.index}]") from error
+            raise ended_early(engine, error) from error
 
 
 class _AppResponse(Response):

@@ -40,6 +40,7 @@ from rollout_server.serving.media import ImageSource
 from rollout_server.serving.prompts import Conversation, Prompts, Renderers
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
+from shared_contracts.errors import ProblemError
 from shared_contracts.infer import Message, RolloutInferRequest, TextPart
 
 # --- conversations (WIRE-01)
@@ -127,6 +128,13 @@ def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[
     finally:
         load.tokens -= tokens
         load.sequences -= sequences
+
+
+def ended_early(engine: Engine, error: EngineDead | Aborted) -> ProblemError:
+    """Return the problem of a sequence that its engine ended: `push-needed` by `sleep`."""
+    by_sleep = isinstance(error, Aborted) and engine.asleep
+    kind = "push-needed" if by_sleep else "not-ready"
+    return refusal(kind, str(error), f"replicas[{engine.index}]")
 
 
 class _Withdrawn(Exception):
@@ -262,7 +270,7 @@ class Rollouts:
             where = f"infer_requests[{index}]"
             raise refusal("invalid-request", str(error), where) from error
         except (EngineDead, Aborted) as error:
-            raise refusal("not-ready", str(error), f"replicas[{engine.index}]") from error
+            raise ended_early(engine, error) from error
         return self._envelope(prompt, completions, config, seed, request_id)
 
     def _envelope(

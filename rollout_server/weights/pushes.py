@@ -252,7 +252,7 @@ class Pushes:
     # --- memory of the GPUs
 
     async def sleep(self) -> WeightStatus:
-        """Let running sequences end, then release the memory of every engine."""
+        """Let running sequences end, end waiting ones, and release the memory of every engine."""
         return await self._move_memory("/sleep/", lambda engine: engine.sleep())
 
     async def wake_up(self) -> WeightStatus:

@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
+    Aborted,
     Adapter,
     ChatGenerate,
     Completion,
@@ -56,7 +57,7 @@ class ScriptedEngine:
         self.heartbeat_age_s = 0.0
         self.adapter: Adapter | None = None
         self._dead = asyncio.Event()
-        self._running = asyncio.Event()
+        self._running, self._fell_asleep = asyncio.Event(), asyncio.Event()
         self._running.set()
 
     async def heartbeat(self) -> None:
@@ -91,7 +92,7 @@ class ScriptedEngine:
         request_id: str,
         turn: int,
     ) -> list[Completion]:
-        await self._running.wait()
+        await self._until_running()
         text = prompt.engine_input[:max_tokens]
         version = self.weights_version
         return [
@@ -120,7 +121,7 @@ class ScriptedEngine:
         self, prompt: Any, sampling: Any, turn: int, send: Callable[[Any], None]
     ) -> None:
         """Send each word; a prompt with the word `forever` does not end, `dead` raises."""
-        await self._running.wait()
+        await self._until_running()
         for word in prompt.split():
             if word == "dead":
                 raise EngineDead("replica 0 is dead")
@@ -138,6 +139,12 @@ class ScriptedEngine:
         self.calls.append(name)
         await cancel_when(self._dead.wait(), happen(), EngineDead("it was given up"))
 
+    async def _until_running(self) -> None:
+        """Wait for the end of a pause, or raise Aborted when the engine falls asleep."""
+        if not self._running.is_set():
+            aborted = Aborted(f"replica {self.index} ended a sequence: abort")
+            await cancel_when(self._fell_asleep.wait(), self._running.wait(), aborted)
+
     async def pause(self) -> None:
         self._running.clear()
         await self._do("pause")
@@ -145,12 +152,14 @@ class ScriptedEngine:
     async def resume(self) -> None:
         await self._do("resume")
         self.asleep = False
+        self._fell_asleep.clear()
         self._running.set()
 
     async def sleep(self) -> None:
+        self.asleep = True
         self._running.clear()
         await self._do("sleep")
-        self.asleep = True
+        self._fell_asleep.set()
 
     async def wake_weights(self) -> None:
         await self._do("wake_weights")

@@ -22,7 +22,9 @@ from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.test_limits import REQUEST, settings
+from tests.contract.update_bench import Hang, refused
 
+CALL = InferCall.model_validate({"infer_requests": [REQUEST]})
 HANG_S = 2.0
 START_S = 0.4
 
@@ -267,10 +269,8 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
         assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
         pool.hold(5)
-        call = InferCall.model_validate({"infer_requests": [REQUEST]})
-        with pytest.raises(ProblemError) as refused:
-            await pool.infer(call, CallRecord("/infer/"))
-        assert refused.value.problem == pool.problem()
+        held = pool.problem()
+        assert await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed") == held
         pool.hold(4, 0, 1)
         assert pool.health().weights_version == 4
         epoch = pool.server_epoch
@@ -282,6 +282,30 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         while pool.info().replicas[1].restarts == 0:
             await asyncio.sleep(0.01)
         assert pool.server_epoch == pool.live().server_epoch == lost
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.mark.req("ROLL-03", "SRV-02")
+def test_sleep_answers_calls_that_wait_and_calls_that_come_during_its_drain() -> None:
+    async def play() -> None:
+        pool = ScriptedPool(1)
+        await pool.start()
+        engine, record = pool.engines[0], CallRecord("/infer/")
+        drain = engine.script["sleep"] = Hang()
+        await engine.pause()
+        waiting = asyncio.create_task(pool.infer(CALL, record))
+        while not engine.load.sequences:
+            await asyncio.sleep(0.01)
+        asleep = asyncio.create_task(pool.weights.sleep())
+        await drain.begun.wait()
+        await refused(pool.infer(CALL, record), "push-needed", "/wake_up/ or a push")
+        drain.end.set()
+        await refused(waiting, "push-needed", "ended a sequence")
+        await asleep
+        await pool.weights.wake_up()
+        await pool.infer(CALL, record)
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

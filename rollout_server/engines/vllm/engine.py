@@ -112,7 +112,8 @@ class VllmEngine:
         self._last_sign = time.monotonic()
         self._phases = 0
         self._given_up = asyncio.Event()
-        self._asleep: set[str] = set()  # of WEIGHTS and KV_CACHE
+        self.asleep = False
+        self._released: set[str] = set()  # of WEIGHTS and KV_CACHE
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
@@ -249,33 +250,32 @@ class VllmEngine:
     async def resume(self) -> None:
         await self._wake_up(WEIGHTS, KV_CACHE)
         await self._reached(self._llm.resume_generation())
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self._asleep)
+        self.asleep = False
 
     async def sleep(self) -> None:
-        """Pause, move the weights to host memory and drop the KV cache (vLLM's level 1).
+        """Pause, end waiting sequences, move the weights to the host, drop the KV cache (level 1).
 
         Level 2 would drop tensors that are neither buffers nor part of a push, such as those of
         Qwen3-VL's deepstack and of LoRA layers.
         """
+        self.asleep = True
         try:
             await self.pause()
         except BaseException:
             await self.resume()
             raise
-        if not self._asleep:
-            await self._move_memory(self._llm.sleep(level=1, mode="wait"))
-            self._asleep = {WEIGHTS, KV_CACHE}
+        if not self._released:
+            # A pause holds waiting requests back; this mode ends them.
+            await self._move_memory(self._llm.sleep(level=1, mode="abort"))
+            self._released = {WEIGHTS, KV_CACHE}
 
     async def wake_weights(self) -> None:
         await self._wake_up(WEIGHTS)
 
     async def _wake_up(self, *tags: str) -> None:
-        if due := [tag for tag in tags if tag in self._asleep]:
+        if due := [tag for tag in tags if tag in self._released]:
             await self._move_memory(self._llm.wake_up(due))
-            self._asleep.difference_update(due)
+            self._released.difference_update(due)
 
     async def _move_memory(self, call: Coroutine[Any, Any, object]) -> None:
         """Run a call that moves memory; a failure ends the engine. Raises EngineDead."""
@@ -325,7 +325,7 @@ class VllmEngine:
         self.weights_version = version
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        if self._asleep:
+        if self.asleep:
             await self.resume()
         # In place: a failed push may have loaded an adapter of this version.
         await self._worker_call(self._llm.add_lora(_lora(adapter, load_inplace=True)))
