@@ -227,7 +227,7 @@ def _without_envelope(line: bytes) -> str:
 
 
 def _add_pushes(calls: APIRouter, pool: Pool) -> None:
-    """Add the phases of a push; a phase ends with its connection."""
+    """Add the phases of a push, and sleep; each call ends with its connection."""
     problems = problem_responses(*WEIGHT_PROBLEMS)
     sleep_problems = problem_responses(*SLEEP_PROBLEMS)
 
@@ -278,19 +278,19 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         return await attended(request, pool.weights.close(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
-    async def sleep(body: Memory) -> WeightStatus:
+    async def sleep(request: Request, body: Memory) -> WeightStatus:
         """Let running sequences end, and release the GPUs' memory until a push or `/wake_up/`.
 
         Calls with waiting sequences, and new calls, are refused with `push-needed`. The weights are
         kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
         released.
         """
-        return await pool.weights.sleep()
+        return await attended(request, pool.weights.sleep())
 
     @calls.post("/wake_up/", responses=sleep_problems)
-    async def wake_up(body: Memory) -> WeightStatus:
+    async def wake_up(request: Request, body: Memory) -> WeightStatus:
         """Restore the memory, and answer calls again with the same weights."""
-        return await pool.weights.wake_up()
+        return await attended(request, pool.weights.wake_up())
 
 
 def _add_pages(calls: APIRouter, app: FastAPI) -> None:

@@ -260,48 +260,51 @@ class Pushes:
         return await self._move_memory("/wake_up/", lambda engine: engine.resume())
 
     async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:
-        async with self._one_phase:
-            if self.state != "READY":
-                raise refusal("weight-update-order", f"the state is {self.state}", route)
-            try:
-                async with asyncio.timeout(self._longest_s):
-                    await self._on_all(call)
-            except TimeoutError:
-                found = f"server: the engines were not done within {self._longest_s:g} s"
-                raise refusal("weight-transfer-timeout", found, route) from None
-            except EngineDead as error:
-                raise refusal("not-ready", f"server: {error}", route) from error
+        try:
+            async with asyncio.timeout(self._longest_s), self._one_phase:
+                if self.state != "READY":
+                    raise refusal("weight-update-order", f"the state is {self.state}", route)
+                await self._on_all(call)
+        except TimeoutError:
+            found = f"server: the engines were not done within {self._longest_s:g} s"
+            raise refusal("weight-transfer-timeout", found, route) from None
+        except EngineDead as error:
+            raise refusal("not-ready", f"server: {error}", route) from error
         return self.status
 
     # --- one phase
 
     @asynccontextmanager
     async def _phase(self, name: str, attempt: str) -> AsyncIterator[None]:
-        """Run a phase of the owner within its deadline; convert errors to problems."""
-        self._require_owner(attempt)
-        async with self._one_phase:
-            owner = self._require_owner(attempt)
-            if self._idle_limit is not None:
-                self._idle_limit.cancel()
-            where = f"{name} at {owner.host}:{owner.port}"
-            self._end_reason = None
-            try:
-                async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as self._phase_limit:
-                    yield
-            except TimeoutError as error:
+        """Run a phase of the owner within its deadline; convert errors to problems.
+
+        The deadline includes the wait for an earlier phase, `/sleep/` or `/wake_up/`.
+        """
+        owner = self._require_owner(attempt)
+        where = f"{name} at {owner.host}:{owner.port}"
+        found = f"an earlier call was not over within {owner.timeout_s:g} s"
+        try:
+            async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as limit, self._one_phase:
                 self._require_owner(attempt)
-                found = self._end_reason or f"not over within {owner.timeout_s:g} s"
-                raise refusal("weight-transfer-timeout", f"server: {found}", where) from error
-            except EngineDead as error:
-                raise refusal("not-ready", f"server: {error}", where) from error
-            except WeightPhaseFailed as error:
-                raise refusal("weight-transfer-failed", f"server: {error}", where) from error
-            finally:
-                self._phase_limit = None
-                if self.state == "UPDATING":
-                    late, after = "the next phase did not come in time", owner.timeout_s
-                    loop = asyncio.get_running_loop()
-                    self._idle_limit = loop.call_later(after, self._give_up_idle, late)
+                if self._idle_limit is not None:
+                    self._idle_limit.cancel()
+                self._end_reason, self._phase_limit = None, limit
+                try:
+                    yield
+                finally:
+                    found = self._end_reason or f"not over within {owner.timeout_s:g} s"
+                    self._phase_limit = None
+                    if self.state == "UPDATING":
+                        late, after = "the next phase did not come in time", owner.timeout_s
+                        loop = asyncio.get_running_loop()
+                        self._idle_limit = loop.call_later(after, self._give_up_idle, late)
+        except TimeoutError as error:
+            self._require_owner(attempt)
+            raise refusal("weight-transfer-timeout", f"server: {found}", where) from error
+        except EngineDead as error:
+            raise refusal("not-ready", f"server: {error}", where) from error
+        except WeightPhaseFailed as error:
+            raise refusal("weight-transfer-failed", f"server: {error}", where) from error
 
     def _end_phase(self, reason: str) -> None:
         """End the running phase, unless it is ending."""

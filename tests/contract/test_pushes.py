@@ -422,8 +422,14 @@ async def test_engines_sleep_until_they_are_woken_or_pushed_to() -> None:
     hang = bench.engines[1].script["sleep"] = Hang()
     sleeping = asyncio.create_task(bench.pushes.sleep())
     await hang.begun.wait()
+    taking = asyncio.create_task(bench.init("second"))
+    await asyncio.sleep(0)
+    Clock.skip(TIMEOUT_S + WORKER_MARGIN_S)
+    await refused(taking, "weight-transfer-timeout", "an earlier call was not over within 1000 s")
+    assert not sleeping.done()
     Clock.skip()
     assert (await refused(sleeping, "weight-transfer-timeout")).where == "/sleep/"
+    await bench.init("third")
     await bench.start(2)
     await refused(bench.pushes.sleep(), "weight-update-order", "UPDATING")
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from rollout_server.engines.engine_protocol import GuardInactive
@@ -21,8 +22,10 @@ from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.scripted_engine import ScriptedEngine
+from tests.contract.served_app import app_of, served_app
 from tests.contract.test_limits import REQUEST, settings
 from tests.contract.update_bench import Hang, refused
+from tests.unit.fleets import wait_until
 
 CALL = InferCall.model_validate({"infer_requests": [REQUEST]})
 HANG_S = 2.0
@@ -309,3 +312,16 @@ def test_sleep_answers_calls_that_wait_and_calls_that_come_during_its_drain() ->
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.mark.req("ROLL-03", "SYNC-04")
+@pytest.mark.parametrize(("route", "call"), [("/sleep/", "sleep"), ("/wake_up/", "resume")])
+def test_sleep_and_wake_end_with_their_connection(route: str, call: str) -> None:
+    pool, hang = ScriptedPool(1), Hang()
+    with served_app(app_of(pool)) as (host, port):
+        base = f"http://{host}:{port}"
+        assert httpx.get(f"{base}/live/", trust_env=False).status_code == 200  # after the start
+        pool.engines[0].script[call] = hang
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{base}{route}", json={}, timeout=0.5, trust_env=False)
+        wait_until(lambda: hang.cancelled)
