@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
-from rollout_server.engines.engine_protocol import Engine
+from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
 from rollout_server.runtime.concurrency import POLL_S, finished_within
 from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
@@ -118,10 +118,13 @@ class Replicas:
         return [engine for engine in engines if engine is not None and engine.alive]
 
     def current(self, version: int) -> list[Engine]:
-        """Return the engines with `version`; raises the problem of `not_serving` without any."""
+        """Return the engines with `version`; raises the problem of `not_serving` without any.
+
+        version: -1 after a failed push: also engines that are being rebuilt will need a push.
+        """
         engines = [e for e in self.alive() if e.weights_version == version and not e.asleep]
         if not engines:
-            raise not_serving(self.statuses(version))
+            raise not_serving(self.statuses(version), needs_push=version < FIRST_VERSION)
         return engines
 
     def statuses(self, version: int | None) -> list[ReplicaStatus]:
@@ -241,12 +244,12 @@ async def _beat(engine: Engine, interval_s: float) -> None:
         await asyncio.sleep(interval_s)
 
 
-def not_serving(statuses: list[ReplicaStatus]) -> Exception:
+def not_serving(statuses: list[ReplicaStatus], needs_push: bool = False) -> Exception:
     """Return the problem with each of these replicas and its reason.
 
-    It is `push-needed` if a push is enough for all of them, else `not-ready`.
+    It is `push-needed` with `needs_push` or if a push is enough for all of them, else `not-ready`.
     """
-    needs_push = all(status.state in ("needs-push", "asleep") for status in statuses)
+    needs_push |= all(status.state in ("needs-push", "asleep") for status in statuses)
     where = ", ".join(f"replicas[{status.index}]" for status in statuses)
     detail = "; ".join(f"replica {s.index} is {s.state}: {s.detail}" for s in statuses)
     return refusal("push-needed" if needs_push else "not-ready", detail, where)

@@ -254,6 +254,9 @@ class ScriptedPool(Pool):
         for index in indices:
             self.engines[index].weights_version = version
 
+    def break_push(self) -> None:
+        self._weights.state = "PUSH_NEEDED"
+
     def problem(self) -> Problem:
         with pytest.raises(ProblemError) as error:
             self.health()
@@ -282,6 +285,9 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
         lost = pool.server_epoch
         assert lost != epoch
+        pool.break_push()
+        await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed", "replica 1 is dead")
+        assert pool.problem() == problem
         while pool.info().replicas[1].restarts == 0:
             await asyncio.sleep(0.01)
         assert pool.server_epoch == pool.live().server_epoch == lost

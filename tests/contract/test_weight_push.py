@@ -304,6 +304,7 @@ def test_a_bit_that_flips_on_the_wire_breaks_the_push_until_the_next_one(pushing
         assert problem["type"] == "urn:rollmatch:weight-transfer-failed"
         assert f"1 of {len(buckets)} buckets are not as they were sent" in problem["detail"]
         assert finish(http).status_code == 409
+    assert server.post_infer([text_request()]).json()["type"] == "urn:rollmatch:push-needed"
     server.wait_for_replicas(lambda replicas: replicas[0]["state"] == "needs-push")
     for answer in (http.get("/health/"), server.post_infer([text_request()])):
         assert (answer.status_code, answer.json()["type"]) == (503, "urn:rollmatch:push-needed")
