@@ -169,14 +169,16 @@ def _add_reads(calls: APIRouter, pool: Pool) -> None:
         return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
+def _add_infer(calls: APIRouter, pool: Pool, generations: ConcurrencyLimit) -> None:
+    """Add `/infer/`. A generation can outlive its connection, and be joined by others."""
     idempotent = IdempotentCalls()
+    connections = ConcurrencyLimit(pool.settings.max_concurrent_calls)
 
     @calls.post(
         "/infer/",
         response_model=list[RolloutEnvelope] | list[ChatCompletionResponse],
         responses=problem_responses(*INFER_PROBLEMS),
-        dependencies=[Depends(limit.require_room)],
+        dependencies=[Depends(connections.require_room)],
     )
     async def infer(
         request: Request,
@@ -194,11 +196,12 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         check_sequences(record.requests, n, pool.settings.max_requests_per_call)
 
         async def generate() -> bytes:
-            envelopes = await pool.infer(call, record)
+            with generations.count():
+                envelopes = await pool.infer(call, record)
             pool.telemetry.count_answers(record)
             return await _json_lines(map(RolloutEnvelope.model_dump_json, envelopes))
 
-        with limit.count():
+        with connections.count():
             body, record.repeated = await cancel_when(
                 _disconnect(request),
                 idempotent.answer(call.request_id, await request.body(), generate),

@@ -148,10 +148,7 @@ class TokenCheck(HTTPBearer):
 
 
 class ConcurrencyLimit:
-    """Limit of the calls that generate at the same time.
-
-    A call counts after its body is complete.
-    """
+    """Limit of calls at the same time; a call counts after its body is complete."""
 
     def __init__(self, max_calls: int) -> None:
         self._max_calls = max_calls

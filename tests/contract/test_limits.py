@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
@@ -21,6 +22,8 @@ from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
 from shared_contracts.weights import MAX_FIELDS
+from tests.contract.served_app import served_app
+from tests.unit.fleets import wait_until
 
 JSON = {"Content-Type": "application/json"}
 REQUEST = {"messages": [{"role": "user", "content": "x"}]}
@@ -86,6 +89,25 @@ def test_call_above_the_limit_gets_429_with_a_retry_after() -> None:
         pool.may_end.set()
         assert first.result().status_code == 200
         assert client.post("/infer/", json={"infer_requests": []}).status_code == 200
+
+
+@pytest.mark.req("SRV-06", "DIST-05")
+def test_a_generation_whose_connection_ended_counts_once() -> None:
+    pool = SlowPool(settings(max_concurrent_calls=1))
+    with (
+        served_app(create_app(pool)) as (host, port),
+        httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
+    ):
+        kept = {"infer_requests": [], "request_id": "kept"}
+        for _ in range(2):  # the second call joins the generation of the first one
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/infer/", json=kept, timeout=0.5)
+            assert pool.running.wait(60)
+            wait_until(lambda: "rollout_calls_in_flight 0.0" in http.get("/metrics/").text)
+        other = http.post("/infer/", json={"infer_requests": []})
+        assert problem_of(other).kind == "too-many-calls"
+        pool.may_end.set()
+        assert http.post("/infer/", json=kept).status_code == 200
 
 
 @pytest.mark.req("SRV-06")
