@@ -62,12 +62,13 @@ def serve(
     settings = check_settings(settings)
     if settings.parent_pid is not None:
         stop_with(settings.parent_pid)
-    listener = bind(settings.host, settings.port)
+    bind(settings.host, settings.port).close()  # a busy port is found before a merge
     from rollout_server.engines import vllm  # FastAPI
     from rollout_server.engines.merge import with_merged_model
 
     use_scratch_folder()
     settings = with_merged_model(settings)
+    listener = bind(settings.host, settings.port)
     os.environ.update(vllm.environment(settings))
     from rollout_server.serve import serve as run  # FastAPI and torch
 

@@ -1,11 +1,13 @@
 """Merge of a LoRA or DoRA adapter into its base checkpoint, before engines start.
 
-    python -m rollout_server.engines.merge ADAPTER OUT
+    python -m rollout_server.engines.merge PARENT_PID ADAPTER OUT
 
 The merged checkpoint stays in the server's scratch folder, because rebuilt engines load it again.
-The merge runs in a separate process, so that its memory is freed.
+The merge runs in a separate process, which ends with the server, so that its memory is freed.
 """
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,15 +16,27 @@ from pathlib import Path
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import RunError
+from shared_contracts.machine import signal_at_death_of
 
 
 def with_merged_model(settings: ServerSettings) -> ServerSettings:
-    """Return the settings with a merged `checkpoint`; raises RunError if the merge fails."""
+    """Return the settings with a merged `checkpoint`.
+
+    Raises RunError if the merge fails, or is not over within `start_seconds`.
+    """
     if len(checkpoint_chain(settings.model, "model")) == 1:
         return settings
     out = Path(tempfile.mkdtemp(prefix="merged-"))
-    command = [sys.executable, "-m", "rollout_server.engines.merge", str(settings.model), str(out)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "rollout_server.engines.merge"]
+    command += [str(os.getpid()), str(settings.model), str(out)]
+    limit_s = settings.start_seconds
+    try:
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, check=False, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        found = f"the adapter {settings.model} is not merged within {limit_s:g} s (--start-seconds)"
+        raise RunError(f"model: {found}") from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
         raise RunError(f"model: the adapter {settings.model} cannot be merged: {reason}")
@@ -44,4 +58,5 @@ def merge(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    merge(*map(Path, sys.argv[1:]))
+    signal_at_death_of(int(sys.argv[1]), signal.SIGKILL)
+    merge(*map(Path, sys.argv[2:]))

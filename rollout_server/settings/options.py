@@ -87,7 +87,7 @@ class ServerSettings(StrictModel):
     grace_seconds: float = Field(default=10.0, ge=0.0)
     """seconds for running calls after SIGTERM"""
     start_seconds: Positive = 1800.0
-    """longest start of an engine, in seconds"""
+    """longest start of an engine, or merge of an adapter, in seconds"""
     hang_seconds: Positive = 60.0
     """seconds without a heartbeat that end an engine"""
     seed: int = Field(default=0, ge=0, description="seed of requests that have none")

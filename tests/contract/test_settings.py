@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.main import get_command
 
@@ -24,6 +25,8 @@ from tests.contract.running_server import (
     stop_server,
     wait_until_gone,
 )
+from tests.contract.test_adapter import adapted
+from tests.unit.fleets import wait_until
 
 
 @pytest.mark.req("SRV-01")
@@ -242,6 +245,29 @@ def test_sigterm_during_start_up_ends_everything(tied: Path, tmp_path: Path) -> 
         assert wait_until_gone(everything, timeout_s=60) == []
     finally:
         stop_server(server)
+
+
+@pytest.mark.slow
+@pytest.mark.req("SRV-05", "WIRE-06")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_during_a_merge_ends_everything_and_no_port_is_open(
+    tied: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    adapted(tied, seed=1).save_pretrained(str(tmp_path / "adapter"))
+    server = start_server(tmp_path / "adapter", tmp_path / "server")
+    try:
+        wait_until(lambda: any(map(is_merge, children(server.process.pid))))
+        with pytest.raises(httpx.ConnectError):
+            server.http.get("/live/")
+        everything = [server.process.pid, *children(server.process.pid)]
+        os.kill(server.process.pid, number)
+        assert wait_until_gone(everything, timeout_s=60) == []
+    finally:
+        stop_server(server)
+
+
+def is_merge(pid: int) -> bool:
+    return b"rollout_server.engines.merge" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def is_spawned(pid: int) -> bool:

@@ -23,9 +23,10 @@ from learner.runs.checkpoint import MANIFEST
 from learner.training.checkpoint_checks import check_checkpoint
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
-from rollout_server.engines.merge import merge
+from rollout_server.engines.merge import merge, with_merged_model
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.adapters import ADAPTER, checkpoint_chain
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_config
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
@@ -113,6 +114,13 @@ def test_the_server_merges_an_adapter_alike(base: Path, adapter: Path, tmp_path:
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert_same(dict(again.named_parameters()), pushed(adapter, base))
     AutoProcessor.from_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.req("SRV-04")
+def test_a_merge_has_the_deadline_of_a_start(adapter: Path) -> None:
+    settings = ServerSettings(model=adapter, device="cpu", start_seconds=0.1)
+    with pytest.raises(RunError, match=r"not merged within 0.1 s \(--start-seconds\)"):
+        with_merged_model(settings)
 
 
 @pytest.mark.req("RUN-01")
