@@ -129,7 +129,7 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
     settings = pool.settings
     max_bytes = int(settings.max_body_mib * 2**20)
     app.add_middleware(BodyLimit, max_bytes=max_bytes, body_s=body_s)
-    if is_loopback(settings.host):  # other hosts require a token
+    if settings.allowed_hosts or is_loopback(settings.host):  # other hosts require a token
         names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
         app.add_middleware(HostCheck, hosts=sorted(names))
     routes = [route for route in app.routes if isinstance(route, Route)]

@@ -191,9 +191,10 @@ def refusal_of(answer: Any) -> tuple[int, str]:
     return answer.status_code, Problem.model_validate(answer.json()).kind
 
 
-def test_loopback_serves_addresses_and_allowed_hosts_alone() -> None:
-    """A name of another site can resolve to 127.0.0.1."""
-    with client_of(allowed_hosts=("server.example",)) as client:
+@pytest.mark.parametrize("listens", ["127.0.0.1", "10.0.0.7"])
+def test_only_addresses_and_allowed_hosts_are_served(listens: str) -> None:
+    """A name of another site can resolve to 127.0.0.1. Elsewhere the list is needed."""
+    with client_of(host=listens, allowed_hosts=("server.example",)) as client:
         for host in ("127.0.0.1:8000", "LOCALHOST", "[::1]:8000", "SERVER.example:443"):
             assert client.get("/live/", headers={"host": host}).status_code == 200, host
         for host in ("evil.example:8000", "localhost.example", "10.0.0.1", "0.0.0.0", "a@b", ""):
