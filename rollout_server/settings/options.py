@@ -12,7 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
-from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_config_from_environment
+from rollout_server.settings.repeat_config import (
+    CONFIG_JSON,
+    refuse_switched_off,
+    repeat_config_from_environment,
+)
 from rollout_server.settings.run_config import LoraRank, read_yaml, run_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import written_path
@@ -193,8 +197,9 @@ def load_settings(
         settings = ServerSettings.model_validate(given)
     except ValidationError as error:
         raise ContractErrors(contract_errors(error, ServerSettings)) from None
+    source = "--config" if "repeat_terminate" in from_file else "--run-config"
+    refuse_switched_off(environ, settings.repeat_terminate, source)
     if environment is not None and environment != settings.repeat_terminate:
-        source = "--config" if "repeat_terminate" in from_file else "--run-config"
         raise ContractError(
             CONFIG_JSON,
             f"the environment has {environment.model_dump_json()}, and {source} has "

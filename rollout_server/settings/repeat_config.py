@@ -62,10 +62,17 @@ def repeat_config_from_environment(environ: Mapping[str, str]) -> RepeatTerminat
         raise ContractError(source, f"it is not JSON ({error})", "Correct it") from None
     except ValidationError as error:
         raise ContractErrors(contract_errors(error, RepeatTerminateConfig, source)) from None
-    if config.enabled and switch == "0":
+    refuse_switched_off(environ, config, source)
+    return config
+
+
+def refuse_switched_off(
+    environ: Mapping[str, str], config: RepeatTerminateConfig, source: str
+) -> None:
+    """Raise ContractError if the switch is 0 and `config`, of `source`, is enabled."""
+    if config.enabled and environ.get(INJECTION) == "0":
         found, do = f"it is 0 and {source} has enabled: true", "Unset it, or set enabled to false"
         raise ContractError(INJECTION, found, do)
-    return config
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge
 from rollout_server.settings.options import ServerSettings, load_settings
-from rollout_server.settings.repeat_config import CONFIG_JSON
+from rollout_server.settings.repeat_config import CONFIG_JSON, INJECTION
 from rollout_server.settings.run_config import read_rollout_config
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
@@ -165,6 +165,14 @@ def test_an_environment_that_contradicts_a_file_is_refused_with_both(tmp_path: P
         assert caught.value.where == CONFIG_JSON
         for found in ('"max_object_keys":40', source, there):
             assert found in caught.value.found
+    for run, file, source in ((None, config, "--config"), (same, None, "--run-config")):
+        with pytest.raises(ContractError) as caught:
+            settings_of(run, file, {INJECTION: "0"})
+        assert caught.value.where == INJECTION
+        assert f"it is 0 and {source} has enabled: true" in caught.value.found
+    assert not settings_of(
+        training_yaml(tmp_path), environ={INJECTION: "0"}
+    ).repeat_terminate.enabled
 
 
 @pytest.mark.req("CFG-05", "CFG-09", "SRV-01")
