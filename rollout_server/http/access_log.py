@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.serving.telemetry import CLIENT_GONE, GENERATING, CallRecord, Telemetry
+from rollout_server.serving.telemetry import CLIENT_GONE, GENERATING, INFER, CallRecord, Telemetry
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger("rollout_server.access")
 
+# Of `/infer/` alone: vLLM reads the body of a chat completion.
 COUNTS = ("requests", "images", "prompt_tokens", "generated_tokens", "guard_triggers")
 
 
@@ -85,7 +86,8 @@ def log_call(record: CallRecord) -> None:
         fields["problem"] = record.problem
     if record.route in GENERATING:
         fields |= {f"{phase}_seconds": round(s, 4) for phase, s in record.seconds.items()}
-        fields |= {name: getattr(record, name) for name in COUNTS}
+        if record.route == INFER:
+            fields |= {name: getattr(record, name) for name in COUNTS}
         if record.weights_version is not None:
             fields["weights_version"] = "-".join(map(str, sorted(set(record.weights_version))))
         if record.request_id is not None:

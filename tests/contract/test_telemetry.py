@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.http.access_log import log_call
+from rollout_server.http.access_log import COUNTS, log_call
 from rollout_server.http.app import create_app
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
@@ -167,6 +167,9 @@ def test_answered_call_is_one_line_with_its_counts(caplog: pytest.LogCaptureFixt
     assert text.startswith("route=/infer/ status=200 outcome=answered seconds=")
     assert text.endswith("weights_version=7-8 request_id='id 1\\nx'")
     assert "prepare_seconds=0.25" in text
+    log_call(CallRecord("/v1/chat/completions/", seconds=record.seconds, status=200))
+    assert "prepare_seconds=0.25" in caplog.messages[-1]
+    assert not any(f"{name}=" in caplog.messages[-1] for name in COUNTS)
 
 
 class BrokenPool(Pool):
