@@ -161,9 +161,8 @@ def test_sleep_lets_running_sequences_end_and_refuses_calls_that_wait_or_come(
         running = threads.submit(server.post_infer, full, **sampled)
         server.wait_for_sequences(lambda number: number == 64)
         waiting = threads.submit(server.post_infer, full, **sampled)
-        wait_until(
-            lambda: 'waiting_sequences{replica="0"} 64.0' in server.http.get("/metrics").text
-        )
+        idle = 'rollout_waiting_sequences{replica="0"} 0.0'
+        wait_until(lambda: idle not in server.http.get("/metrics").text)
         asleep = threads.submit(server.http.post, "/sleep/", json={})
         server.wait_for_replicas(lambda replicas: replicas[0]["state"] == "asleep")
         assert not running.done()
