@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from learner.data.boxes import find_scale
+from learner.data.formats import require_jsonl
 from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
 from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, scan
 from learner.data.lengths import SampleLengths
@@ -67,11 +68,12 @@ def check_files(
 
     canvas: side of the matching canvas in pixels.
 
-    Raises ContractError for a missing, unreadable or empty file.
+    Raises ContractError for a missing, unreadable or empty file, and for one of another format.
     """
     reports: list[FileReport] = []
     uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
     for path in paths:
+        require_jsonl(path)
         report, samples = FileReport(path), []
         for line in scan(path, allow_poly=allow_poly):
             report.findings += line.problems

@@ -88,11 +88,15 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     """Return the images, annotations and categories; entries that are no mapping become empty."""
     found, sections = "", document if isinstance(document, dict) else {}
     lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
+    first = lists[1][0] if isinstance(lists[1], list) and lists[1] else None
+    keys = first.keys() if isinstance(first, dict) else ()
     if isinstance(document, list):
         found = "it is a list, as a file of results, which has no images and no names"
+    elif "caption" in keys:
+        found = "it is a file of captions, which have no boxes"
     elif not all(isinstance(each, list) for each in lists):
         found = "it has no lists of images, annotations and categories"
-    elif any("segments_info" in one for one in lists[1][:1] if isinstance(one, dict)):
+    elif "segments_info" in keys:
         found = "it is a panoptic file: its objects are in PNG files"
     if found:
         raise ContractError(str(path), found, _COCO_JSON)

@@ -20,9 +20,9 @@ from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json, wr
 from learner.data.records import Account, Annotation, Corners, Rule, Scale, Source, SourceImage
 from learner.types import Sample
 
-_LISTS = ("objects", "annotations", "detections", "boxes")
+LISTS = ("objects", "annotations", "detections", "boxes")
 _BOXES = ("bbox_2d", "bbox", "box")
-_NAMES = ("label", "ref", "desc", "name", "category", "phrase", "caption")
+NAMES = ("label", "ref", "desc", "name", "category", "phrase", "caption")
 _ANSWERS = ("assistant", "gpt", "model")
 _SWIFT_SCALES: dict[Any, Scale] = {"real": "pixels", "norm1": "0..1"}
 _PLACEHOLDER = re.compile(r"<ref-object>|<bbox>")
@@ -39,14 +39,20 @@ class _Box(NamedTuple):
 
 
 def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each line of JSONL or entry of a JSON list."""
-    if next(raw_lines(path)).lstrip().startswith(b"["):
+    """Yield (location, record) for each line of JSONL, or entry of a JSON list or lone object.
+
+    Blank lines are skipped.
+    """
+    first = next((raw.strip() for raw in raw_lines(path) if raw.strip()), b"")
+    if first.startswith(b"[") or first == b"{":  # one JSON value over several lines
         do = "Write a JSON list, or JSONL."
-        for index, entry in enumerate(strict_json(read_text(path, do), str(path), do)):
+        value = strict_json(read_text(path, do), str(path), do)
+        for index, entry in enumerate(value if isinstance(value, list) else [value]):
             yield f"{path.name}[{index}]", entry
     else:
         for number, raw in enumerate(raw_lines(path), start=1):
-            yield f"{path.name}:{number}", parse_line(raw, f"{path}:{number}")
+            if raw.strip():
+                yield f"{path.name}:{number}", parse_line(raw, f"{path}:{number}")
 
 
 def read_conversations(
@@ -106,7 +112,7 @@ def _objects(record: dict[str, Any], images: int) -> list[_Box] | None:
     objects = record.get("objects")
     if isinstance(objects, dict):
         return _swift_objects(record, objects, images)
-    lists = [record[key] for key in _LISTS if isinstance(record.get(key), list)]
+    lists = [record[key] for key in LISTS if isinstance(record.get(key), list)]
     if not lists:
         answers = [
             _text(turn) for turn in _turns(record) if turn.get("role", turn.get("from")) in _ANSWERS
@@ -115,7 +121,7 @@ def _objects(record: dict[str, Any], images: int) -> list[_Box] | None:
     if not lists or images != 1:  # an answer does not name one of several images
         return None
     entries = [entry for each in lists for entry in each]
-    return [_Box(0, _first(entry, _NAMES), _first(entry, _BOXES)) for entry in entries]
+    return [_Box(0, _first(entry, NAMES), _first(entry, _BOXES)) for entry in entries]
 
 
 def _first(entry: Any, keys: Sequence[str]) -> Any:
@@ -152,7 +158,7 @@ def _swift_objects(
             if mark == "<bbox>":
                 named.append(refs[used - 1] if 0 < used <= len(refs) else None)
         refs = named if len(named) == len(boxes) else [None] * len(boxes)
-    of_image = objects.get("image_id") or [0] * len(boxes)
+    of_image = objects.get("image_id") or ([0] * len(boxes) if images == 1 else [])
     if not (
         isinstance(of_image, list)
         and len(of_image) == len(boxes)

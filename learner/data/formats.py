@@ -1,16 +1,18 @@
 """Other formats than the data file: detection, reading, writing.
 
 detect_format    returns the format of a file or folder by its content
+require_jsonl    refuses a file of another format
 read_other       a file or folder -> `Source`
 write_other      a data file -> a file or folder
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
-from learner.data.conversations import read_conversations, records, write_swift
+from learner.data.conversations import LISTS, NAMES, read_conversations, records, write_swift
 from learner.data.images import ImageInfo, Watch, image_problem, inspect_all, inspect_header
 from learner.data.jsonl import DataProblem, capped, read_text, scan
 from learner.data.records import Account, Corners, Format, Rule, Scale, Source
@@ -39,19 +41,36 @@ def detect_format(path: Path) -> Format:
             return "lvis" if '"neg_category_ids"' in text else "coco"
     where, record = next(records(path), (str(path), None))
     record = record if isinstance(record, dict) else {}
-    objects = record.get("objects")
-    if isinstance(objects, dict):
+    lists = [record[key] for key in LISTS if isinstance(record.get(key), list)]
+    keys = {key for each in lists for entry in each if isinstance(entry, dict) for key in entry}
+    images = record["images"] if isinstance(record.get("images"), list) else []
+    if any("file_name" in each for each in images if isinstance(each, dict)):
+        return "coco"
+    if isinstance(record.get("objects"), dict):
         return "ms-swift"
     if record.keys() & {"messages", "conversations"}:
         return "sharegpt"
-    listed = objects if isinstance(objects, list) else []
-    described = any("desc" in each for each in listed if isinstance(each, dict))
-    if described or record.keys() & {"width", "height"}:
+    described = "desc" in keys and "objects" in record
+    if described or (record.keys() & {"width", "height"} and not keys & {*NAMES}):
         return "jsonl"
     if record.keys() & {"image", "images"}:
         return "qwen"
     found = f"the first record has the keys {shown(sorted(record))}, which are of no known format"
     raise ContractError(where, found, _DO)
+
+
+def require_jsonl(path: Path) -> None:
+    """Raise ContractError for a file of another format; faults of a data file are not looked for.
+
+    The first record determines the format.
+    """
+    try:
+        form = detect_format(path)
+    except ContractError:  # `scan` names the fault
+        return
+    if form != "jsonl":
+        do = f"Convert it to jsonl first: `learner data convert {shlex.quote(str(path))} OUT.jsonl`"
+        raise ContractError(str(path), f"this is {form}", do)
 
 
 def read_other(

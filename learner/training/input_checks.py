@@ -18,6 +18,7 @@ from pathlib import Path
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
+from learner.data.formats import require_jsonl
 from learner.data.images import Watch, image_problem, inspect_header, try_inspect
 from learner.data.jsonl import capped, read_samples, scan
 from learner.data.lengths import image_rule
@@ -339,6 +340,7 @@ def check_files(config: Config) -> list[ContractError]:
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
+        require_jsonl(file)
         sample, found = next(scan(file, allow_poly=allow_poly))
         headers = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
         images = (

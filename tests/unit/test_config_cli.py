@@ -141,9 +141,10 @@ def test_check_reports_every_missing_file_with_its_line(
     assert (good.exit_code, good.stdout) == (0, f"{tmp_path / 'run.yaml'}: valid\n")
     assert not (tmp_path / "run").exists()
     file = written(tmp_path / "file", "kept")
+    other = written(tmp_path / "other.jsonl", '{"image": "a.png", "objects": [{"label": "cat"}]}')
     path = run_yaml(
         model={"model": str(tmp_path / "none")},
-        data={"train_jsonl": str(tmp_path / "no.jsonl"), "val_jsonl": str(tmp_path)},
+        data={"train_jsonl": str(tmp_path / "no.jsonl"), "val_jsonl": str(other)},
         training={"output_dir": str(file)},
     )
     bad = cli("config", "check", path)
@@ -153,7 +154,7 @@ def test_check_reports_every_missing_file_with_its_line(
         "training.output_dir": f"{file} cannot be written to (Not a directory: {file})",
         "model.model": f"there is no folder {tmp_path / 'none'}",
         "data.train_jsonl": f"{tmp_path / 'no.jsonl'}: there is no such file",
-        "data.val_jsonl": f"{tmp_path}: ",
+        "data.val_jsonl": f"{other}: this is qwen",
     }.items():
         line = line_of(path, f"{key.partition('.')[2]}: ")
         assert re.search(

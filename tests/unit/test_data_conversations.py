@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.data.boxes import Reading, find_reading
+from learner.data.check import check_files
 from learner.data.conversations import read_conversations
 from learner.data.conversion import Conversion, convert
 from learner.data.formats import detect_format
@@ -79,6 +80,7 @@ PARTS = [
         ({"conversations": asked(ANSWER, "from", "value"), "image": "a.png"}, "sharegpt"),
         ({"messages": PARTS}, "sharegpt"),
         ({"image": ".\\a.png", "objects": json.loads(ANSWER)}, "qwen"),
+        ({"image": "a.png", "width": 640, "height": 480, "boxes": json.loads(ANSWER)}, "qwen"),
     ],
 )
 def test_every_form_gives_the_same_objects(
@@ -91,8 +93,17 @@ def test_every_form_gives_the_same_objects(
     assert not conversion.account.counts
     assert detect_format(folder / "data.jsonl") == form
     listed = folder / "list.json"
-    listed.write_text(json.dumps([record]))
-    assert detect_format(listed) == form
+    for content in ([record], record):  # a list, and one object
+        listed.write_text(json.dumps(content, indent=1))
+        assert detect_format(listed) == form
+        assert len(read_conversations(listed, folder, "pixels", None).pictures) == 1
+        with pytest.raises(ContractError, match=f"this is {form}.*`learner data convert "):
+            check_files([listed], allow_poly=True, lengths=None, canvas=256, watch=unwatched)
+
+
+def test_blank_lines_are_no_records(folder: Path) -> None:
+    good = {"image": "a.png", "objects": [{"bbox_2d": CAT, "label": "cat"}]}
+    assert objects(converted(folder, good, "", " ", scale="pixels")) == [("cat", CAT_BINS)]
 
 
 def test_boxes_of_several_images_and_several_questions_of_one_are_put_together(
@@ -117,6 +128,7 @@ def test_boxes_of_several_images_and_several_questions_of_one_are_put_together(
         ({"messages": asked("[{"), "images": ["a.png"]}, Rule.NO_BOXES),
         ({"messages": asked(ANSWER), "images": ["a.png", "b.png"]}, Rule.NO_BOXES),
         ({"messages": asked(ANSWER)}, Rule.NO_BOXES),
+        (swift(["cat"], [CAT]) | {"images": ["a.png", "b.png"]}, Rule.NO_BOXES),
         (swift(["cat", "dog"], [CAT]), Rule.NO_NAME),
         ({"image": "a.png", "objects": [{"bbox_2d": CAT}]}, Rule.NO_NAME),
         ({"image": "a.png", "objects": [{"bbox_2d": CAT, "label": "<|im_end|>"}]}, Rule.NO_NAME),
@@ -202,6 +214,8 @@ def test_a_stated_scale_and_order_hold(
         (["data.jsonl", "out.jsonl", "--to", "qwen"], "qwen is read, and not written"),
         (["unknown.jsonl", "out.jsonl"], "has the keys"),
         ([".", "out.jsonl"], "neither data.yaml nor XML files"),
+        (["coco.json", "out", "--to", "yolo"], "this is coco. Convert it to jsonl first"),
+        (["coco.json", "out.jsonl"], "a file of captions, which have no boxes"),
     ],
 )
 def test_a_format_that_is_not_found_is_refused(
@@ -211,5 +225,7 @@ def test_a_format_that_is_not_found_is_refused(
     paint(tmp_path / "a.png", SIZE)
     write_lines(tmp_path / "data.jsonl", line("a.png", box("cat", 1, 2, 300, 400), size=SIZE))
     write_lines(tmp_path / "unknown.jsonl", {"text": "a cat"})
+    captions = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"caption": "a cat"}]}
+    (tmp_path / "coco.json").write_text(json.dumps(captions, indent=1))
     with pytest.raises(ContractError, match=found):
         CliRunner().invoke(app, ["data", "convert", *arguments], catch_exceptions=False)
