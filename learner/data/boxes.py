@@ -15,7 +15,7 @@ _UNIT: dict[Scale, float] = {"0..1": 1, "0..999": 999, "0..1000": 1000}
 # Likelihood ratio that decides between pixels and parts of the image.
 _ODDS = 100.0
 # Highest share of boxes that may be faulty, such as x2 < x1.
-_FAULTY = 0.1
+FAULTY = 0.1
 
 
 class Reading(NamedTuple):
@@ -66,9 +66,9 @@ def _two_corners(box: Numbers, corners: Corners) -> Numbers:
 
 
 def find_corners(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
-    """Return "xyxy" unless more than `_FAULTY` of the boxes would be reversed; and the evidence."""
+    """Return "xyxy" unless more than `FAULTY` of the boxes would be reversed; and the evidence."""
     backward = sum(c < a or d < b for a, b, c, d in boxes)
-    if backward <= _FAULTY * len(boxes):
+    if backward <= FAULTY * len(boxes):
         return "xyxy", f"the third number is below the first in {backward} of {len(boxes)}"
     return "xywh", f"as two corners, {backward} of {len(boxes)} would be reversed"
 
@@ -92,14 +92,17 @@ def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale |
     for width, height in sizes:
         parts *= min(width / 1000, 1) * min(height / 1000, 1)
         pixels *= min(1000 / width, 1) * min(1000 / height, 1)
-    if above > _FAULTY * len(numbers) or (above and outside <= _FAULTY * len(boxes)):
+    if above > FAULTY * len(numbers) or (above and outside <= FAULTY * len(boxes)):
         return "pixels", f"{above:,} of {len(numbers):,} numbers are above 1,000"
-    if outside <= _FAULTY * len(boxes) and parts * _ODDS < pixels:
+    if outside <= FAULTY * len(boxes) and parts * _ODDS < pixels:
         return "pixels", f"{len(boxes) - outside:,} of {len(boxes):,} lie in their images as pixels"
-    if not above and (outside > _FAULTY * len(boxes) or pixels * _ODDS < parts):
+    if not above and (outside > FAULTY * len(boxes) or pixels * _ODDS < parts):
         ends = sum(number == _UNIT["0..1000"] for number in numbers)
         if largest <= _UNIT["0..999"] and _UNIT["0..999"] in numbers:
             return "0..999", f"no number of {len(numbers):,} is above 999"
+        if not ends:
+            found = f"no number of {len(numbers):,} is above {largest:g}"
+            return "0..1000", f"{found}: 0..999 is possible, too, and Qwen3-VL's scale is taken"
         found = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
         return "0..1000", f"{found}: this is Qwen3-VL's scale"
     return None, (

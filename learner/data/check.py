@@ -2,11 +2,10 @@
 
 A problem stops a run: a fault of a line (`learner.data.jsonl`), an image that cannot be decoded,
 an image whose size differs from its line, or an image too narrow for the model's processor.
-A warning does not stop a run:
+A warning does not stop a run. The first two are problems in a file with faulty boxes:
 
-    fractions                  no coordinate of the file is above 1
-    pixels                     all coordinates are plausible as pixels of their images
-    x, y, width, height        all boxes are plausible as a corner with width and height
+    scale                      the boxes look like fractions, thousandths or pixels
+    x, y, width, height        nearly all boxes are plausible as a corner with width and height
     odd description            a description has markup, a line break or an invisible character
     too thin to match          a shape covers no pixel of the matching canvas
     same image in one file     two lines have images with equal bytes
@@ -21,20 +20,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from learner.data.boxes import find_scale
+from learner.data.boxes import FAULTY, Reading, find_reading
 from learner.data.formats import require_jsonl
 from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
-from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, scan
+from learner.data.jsonl import MAX_BIN, Box, DataProblem, scan
 from learner.data.lengths import SampleLengths
+from learner.data.records import Scale, Size
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
-# Highest probability at which "all boxes fit as x, y, width, height" counts as no coincidence.
-_UNLIKELY = 1e-4
-# Probability that a two-corner box is valid as x, y, width, height, for uniform corners.
-_QUARTER = 0.25
+# Fewest boxes whose fit as x, y, width, height is no chance: 1/4 for two uniform corners in bins.
+_FEWEST = 7
+_TO_BINS: dict[Scale, str] = {
+    "0..1": f"x becomes {MAX_BIN} * x, y becomes {MAX_BIN} * y",
+    "0..1000": f"x becomes {MAX_BIN} * x / 1000, y becomes {MAX_BIN} * y / 1000",
+    "pixels": f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height",
+}
 # Markup of chat templates and other formats.
 _MARKUP = re.compile(r"</?(?:bbox|ref-object|box|ref|quad|image|video|img|tool_call|think)>")
 
@@ -75,7 +78,9 @@ def check_files(
     for path in paths:
         require_jsonl(path)
         report, samples = FileReport(path), []
-        for line in scan(path, allow_poly=allow_poly):
+        boxes: list[tuple[str, Box, Size]] = []
+        for number, line in enumerate(scan(path, allow_poly=allow_poly), start=1):
+            boxes += [(f"{path}:{number}", *each) for each in line.boxes if all(each[1])]
             report.findings += line.problems
             if (sample := line.sample) is not None:
                 samples.append(sample)
@@ -83,7 +88,8 @@ def check_files(
                 for image in dict.fromkeys(sample.images):
                     uses.setdefault(image, []).append((report, sample))
         report.samples, report.objects = len(samples), sum(len(s.objects) for s in samples)
-        report.findings += _doubts(samples)
+        faulty = any(each.kind == "geometry" for each in report.findings)
+        report.findings = [*_doubts(boxes, warning=not faulty), *report.findings]
         reports.append(report)
     _check_images(uses, watch(inspect_all(list(uses)), len(uses)))
     for report in reports:
@@ -91,28 +97,34 @@ def check_files(
     return reports
 
 
-def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
-    """Yield at most one warning, at the first object, if coordinates do not look like bins."""
-    objects = [(item.shape, sample) for sample in samples for item in sample.objects]
-    if not objects:
+def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterator[DataProblem]:
+    """Yield findings about all boxes, at the first one, if they do not look like corners in bins.
+
+    boxes: location, numbers as in the file, and image size of each.
+    """
+    if not boxes:
         return
-    boxes = [bounding_box(shape) for shape, _ in objects]
-    scale, _ = find_scale(boxes, [(sample.width, sample.height) for _, sample in objects])
-    where = objects[0][1].sample_id
-    if scale == "0..1":
-        found = f"no coordinate of {len(objects)} objects is above 1: fractions of the image"
-        do = f"Multiply them by {MAX_BIN}: bin k is k/{MAX_BIN} of the width or height."
-        yield _warning("fractions", where, found, do)
-    elif scale == "pixels":
-        found = f"the {len(objects)} objects are plausible as pixels of their images"
-        do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data look --out`."
-        yield _warning("pixels", where, found, do)
-    elif _QUARTER ** len(boxes) < _UNLIKELY and all(
-        x1 + x2 <= MAX_BIN and y1 + y2 <= MAX_BIN for x1, y1, x2, y2 in boxes
-    ):
-        found = f"all {len(boxes)} boxes are inside of their images as x, y, width, height"
+    places, numbers, sizes = zip(*boxes, strict=True)
+    found = find_reading(numbers, sizes, None, None)
+    beyond = sum(max(box) > MAX_BIN for box in numbers)
+    few = beyond <= FAULTY * len(boxes)
+    if isinstance(found, str):
+        reading = Reading("0..999", "xywh", found)
+        scales: tuple[Scale, ...] = () if few else ("0..1000", "pixels")
+    else:
+        reading = found._replace(corners="xywh")
+        bins = {"0..999": True, "0..1000": beyond == 0, "pixels": beyond > 0 and few, "0..1": False}
+        scales = () if bins[found.scale] else (found.scale,)
+    ends = [reading.pixels(box, size)[2:] for box, size in zip(numbers, sizes, strict=True)]
+    inside = sum(x <= w and y <= h for (x, y), (w, h) in zip(ends, sizes, strict=True))
+    if len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes):
+        told = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
-        yield _warning("x, y, width, height", where, found, do)
+        yield DataProblem("x, y, width, height", places[0], told, do, warning=warning)
+    if scales:
+        do = " ".join(f"If they are {scale}: {_TO_BINS[scale]}." for scale in scales)
+        told = f"the scale of {len(boxes)} boxes: {reading.evidence}"
+        yield DataProblem("scale", places[0], told, do, warning=warning)
 
 
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:
@@ -138,7 +150,7 @@ def odd_text(description: str) -> str | None:
         return markup[0]
     for character in description:
         category = unicodedata.category(character)
-        if category in ("Cc", "Cf", "Zl", "Zp", "Co", "Cn"):
+        if category in ("Cc", "Cf", "Zl", "Zp", "Zs", "Co", "Cn") and character != " ":
             name = unicodedata.name(character, "a control character or line break")
             return f"U+{ord(character):04X} ({name.lower()})"
     return "space at its ends" if description != description.strip() else None

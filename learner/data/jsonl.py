@@ -42,7 +42,7 @@ MAX_SHOWN_ERRORS = 20
 MAX_BIN = 999
 # Above the limit of every supported image format; keeps token counts and areas finite.
 MAX_SIDE = 1_000_000
-FROM_PIXELS = f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height"
+Box = tuple[int, int, int, int]
 _ONE_OBJECT = "Write one JSON object a line."
 _SHOWN = 80
 # Text that a target cannot contain: unpaired surrogates, special tokens.
@@ -78,7 +78,7 @@ def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
     return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
 
 
-def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
+def bounding_box(shape: Shape) -> Box:
     """Return x1, y1, x2, y2 in bins."""
     xs, ys = shape.coords[0::2], shape.coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
@@ -171,10 +171,14 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
 
 
 class Line(NamedTuple):
-    """A line of a data file: a sample, or None with problems."""
+    """A line of a data file: a sample, or None with problems.
+
+    boxes: rounded numbers of each object's bounding box, in and out of range, and the image size.
+    """
 
     sample: Sample | None
     problems: list[DataProblem]
+    boxes: list[tuple[Box, tuple[int, int]]]
 
 
 def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
@@ -199,7 +203,7 @@ def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
     for number, raw in enumerate(raw_lines(path), start=1):
         reader = _LineReader(path, number, allow_poly)
         sample = reader.read(raw)
-        yield Line(sample, reader.problems)
+        yield Line(sample, reader.problems, [(box, reader.size) for box in reader.boxes])
 
 
 def is_description(value: Any) -> TypeGuard[str]:
@@ -260,6 +264,8 @@ class _LineReader:
         self.folder = path.parent
         self.allow_poly = allow_poly
         self.problems: list[DataProblem] = []
+        self.size = (0, 0)
+        self.boxes: list[Box] = []
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
         self.problems.append(DataProblem(kind, self.sample_id, found, do))
@@ -281,11 +287,12 @@ class _LineReader:
         names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
         images = tuple((self.folder / name).absolute() for name in names)
         objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
+        if {"width", "height"} <= valid:
+            self.size = record["width"], record["height"]
         if self.problems:
             return None
-        sides = record["width"], record["height"]
         valid_objects = tuple(item for item in objects if item is not None)
-        return Sample(self.sample_id, images, *sides, valid_objects, record["metadata"])
+        return Sample(self.sample_id, images, *self.size, valid_objects, record["metadata"])
 
     def _object(self, where: str, item: Any) -> GroundTruthObject | None:
         """Return the object, or None after adding a problem."""
@@ -313,12 +320,13 @@ class _LineReader:
         values = item[kind]
         bins = [_as_bin(v) for v in values] if isinstance(values, list) else []
         coords = tuple(b for b in bins if b is not None)
-        if len(coords) == len(bins) and _well_formed(kind, coords):
-            return Shape(kind, coords)
-        beyond = any(bin > MAX_BIN for bin in coords)
-        pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
-        do = f"Write {_EXAMPLES[kind]}.{pixels}"
-        self._wrong("geometry", f"{where}.{kind} is {shown(values)}", do)
+        if len(coords) == len(bins) >= 4:
+            x1, y1, x2, y2 = coords[:4] if kind == "bbox_2d" else bounding_box(Shape(kind, coords))
+            self.boxes.append((x1, y1, x2, y2))
+            if _well_formed(kind, coords):
+                return Shape(kind, coords)
+        found = f"{where}.{kind} is {shown(values)}"
+        self._wrong("geometry", found, f"Write {_EXAMPLES[kind]}.")
         return None
 
 

@@ -341,7 +341,7 @@ def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
         require_jsonl(file)
-        sample, found = next(scan(file, allow_poly=allow_poly))
+        sample, found, _ = next(scan(file, allow_poly=allow_poly))
         headers = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
         images = (
             image_problem(f"{file}:1", None, path, header) for path, header in headers.items()

@@ -127,9 +127,9 @@ PIXELS = [[5, 5, 640, 480]] * 5  # within 640 and 480 bins by a chance of 0.3 **
 @pytest.mark.parametrize(
     ("boxes", "size", "kind", "do"),
     [
-        ([[0.1, 0.2, 0.55, "0.9"]], (640, 480), "fractions", "Multiply them by 999"),
+        ([[0.1, 0.2, 0.55, "0.9"]], (640, 480), "scale", "If they are 0..1: x becomes 999 * x"),
         ([[0, 0, 2, 1]], (640, 480), None, ""),
-        (PIXELS, (640, 480), "pixels", "If they are pixels: x becomes 999 * x / width, "),
+        (PIXELS, (640, 480), "scale", "If they are pixels: x becomes 999 * x / width, "),
         (PIXELS[:3], (640, 480), None, ""),
         ([*PIXELS[:4], [5, 5, 641, 480]], (640, 480), None, ""),
         # No pixels: those of images above 999 cannot be told from bins.
@@ -137,23 +137,31 @@ PIXELS = [[5, 5, 640, 480]] * 5  # within 640 and 480 bins by a chance of 0.3 **
         (SIZES, (2000, 2000), XYWH, "If they are: write x1, y1, x2, y2"),
         ([*SIZES, [500, 500, 600, 600]], (2000, 2000), None, ""),
         (SIZES[:6], (2000, 2000), None, ""),
+        ([*SIZES, *SIZES, [500, 500, 600, 600]], (2000, 2000), XYWH, "If they are: write x1, "),
+        ([[700, 700, 90, 80]] * 7, (2000, 2000), XYWH, "If they are: write x1, y1, x2, y2"),
+        ([[0, 20, 500, 1000]] * 9, (300, 200), "scale", "If they are 0..1000: x becomes 999 * x /"),
+        ([[200, 20, 1900, 1800]] * 9, (2000, 2000), "scale", "If they are pixels: x becomes"),
+        ([[1, 2, 900, 1000]] * 2, (1000, 1000), "scale", "If they are 0..1000: x becomes 9"),
+        ([*[[500, 500, 600, 800]] * 50, [1, 1, 9, 1300]], (1000, 1200), None, ""),
     ],
 )
 def test_coordinates_that_look_like_something_else_than_bins_are_doubted(
     tmp_path: Path, boxes: list[Any], size: tuple[int, int], kind: str | None, do: str
 ) -> None:
-    """The first line with an object has the warning."""
+    """The first line with an object has the finding, a problem if boxes are faulty."""
     paint_all(tmp_path, ["none.png"])
     paint(tmp_path / "a.png", size)
     objects = [{"desc": f"cat {n}", "bbox_2d": each} for n, each in enumerate(boxes)]
     lines = line("none.png"), line("a.png", *objects, size=size)
     path = write_lines(tmp_path / "d.jsonl", *lines)
     (report,) = check(path)
-    found = [each for each in report.findings if each.kind in ("fractions", "pixels", XYWH)]
+    found = [each for each in report.findings if each.kind in ("scale", XYWH)]
+    faulty = [each for each in report.findings if each.kind == "geometry"]
     assert [(each.kind, each.where, each.warning) for each in found] == (
-        [] if kind is None else [(kind, f"{path}:2", True)]
+        [] if kind is None else [(kind, f"{path}:2", not faulty)]
     )
     assert all(each.do.startswith(do) for each in found)
+    assert not any("x becomes" in each.do for each in faulty)
 
 
 @pytest.mark.req("IO-01")
@@ -163,6 +171,7 @@ def test_coordinates_that_look_like_something_else_than_bins_are_doubted(
         ("a <bbox>", "<bbox>"),
         ("a\nb", "U+000A (a control character or line break)"),
         ("a\u200bb", "U+200B (zero width space)"),
+        ("a\u00a0b", "U+00A0 (no-break space)"),
         (" cat", "space at its ends"),
         ("small <5 cm> cat, café 猫", None),
     ],

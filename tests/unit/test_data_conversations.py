@@ -156,7 +156,7 @@ SMALL, LARGE = (300, 200), (3000, 2000)
         ([[0.1, 0.2, 0.5, 1.0]] * 3, SMALL, "0..1 (no number of 12 is above 1)"),
         ([[0, 20, 500, 999]] * 9, SMALL, "0..999 (no number of 36 is above 999)"),
         ([[0, 20, 500, 1000]] * 9, SMALL, "9 of 36 are 1,000: this is Qwen3-VL's scale"),
-        ([[0, 20, 500, 900]] * 9, LARGE, "0 of 36 are 1,000: this is Qwen3-VL's scale"),
+        ([[0, 20, 500, 900]] * 9, LARGE, "0..1000 (no number of 36 is above 900: 0..999 is poss"),
         ([[10, 20, 290, 190]] * 9, SMALL, "pixels (9 of 9 lie in their images as pixels)"),
         ([[10, 20, 2900, 1900]] * 9, LARGE, "pixels (18 of 36 numbers are above 1,000)"),
         ([[200, 100, 90, 50]] * 9, SMALL, "xywh (as two corners, 9 of 9 would be reversed"),
