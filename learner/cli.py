@@ -16,6 +16,7 @@ REMOVED = {
     "probe": "`learner doctor` checks a server and requests one answer",
     "simulate": "`learner estimate` prints the seconds of a step for 1 to N servers",
     "data stats": "`learner data look FILE` prints the numbers",
+    "data from-coco": "`learner data convert --from coco FILE OUT.jsonl` converts it",
     "data preview": "`learner data look FILE --out FOLDER` shows samples on a page",
     "watch": "`learner train` shows its progress; TensorBoard and `learner report RUN` show a run",
 }

@@ -6,6 +6,7 @@
 Reader and conversion share one `Account`, which counts changes and omissions by rule.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -131,7 +132,8 @@ class Account:
     def leave_out(self, one: Annotation, image: str | None, reason: Rule) -> None:
         """Record an omitted annotation. image: its file name, if the image is listed."""
         ids = {"annotation_id": one.id, "image_id": one.image_id}
-        self.left_out.append({**ids, "image": image, "bbox": one.box, "reason": reason.what})
+        box = json.loads(json.dumps(one.box), parse_constant=lambda _: None)  # null for NaN
+        self.left_out.append({**ids, "image": image, "bbox": box, "reason": reason.what})
         counted = Rule.OF_IMAGE_LEFT_OUT if reason.what.startswith("images") else reason
         self.note(counted, f"{one}: {shown(one.box)}" if reason is Rule.UNUSABLE else one)
 

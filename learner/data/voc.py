@@ -54,7 +54,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
             for index, item in enumerate(root.findall("object"), start=1)
         ]
         # The image of `filename`, else that with the stem of the XML file.
-        name = root.findtext("filename", "").strip()
+        name = root.findtext("filename", "").strip().replace("\\", "/")
         if not os.path.isfile(folder / name):
             name = alike.get(file.stem, name or file.stem)
         pictures.append(SourceImage(file.stem, name, _size(root), annotations))

@@ -99,7 +99,7 @@ def _class_names(file: Path, mapping: dict[str, Any]) -> dict[int, Any]:
 def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[Path]:
     splits = {name: mapping[name] for name in _SPLITS if mapping.get(name)}
     places = {
-        name: [str(place) for place in (value if isinstance(value, list) else [value])]
+        name: [_posix(place) for place in (value if isinstance(value, list) else [value])]
         for name, value in splits.items()
     }
     if split is None:
@@ -110,7 +110,7 @@ def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[
     if split not in places:
         do = f"Name a folder of images there, or give --split {'|'.join(places) or 'train'}."
         raise ContractError(f"{file}: {split}", "it is missing", do)
-    root = file.parent / str(mapping.get("path", ""))
+    root = file.parent / _posix(mapping.get("path", ""))
     for place in places[split]:
         # Roboflow exports have `../train/images` for a folder beside `data.yaml`.
         inside = file.parent / place.removeprefix("../")
@@ -135,7 +135,11 @@ def _of_folder(folder: Path) -> Iterator[Path]:
 def _of_list(file: Path) -> Iterator[Path]:
     """Yield the images that a text file lists; relative paths start at its folder."""
     for name in filter(None, map(str.strip, read_text(file, "List images.").splitlines())):
-        yield Path(os.path.normpath((file.parent / name).absolute()))
+        yield Path(os.path.normpath((file.parent / _posix(name)).absolute()))
+
+
+def _posix(path: Any) -> str:
+    return str(path).replace("\\", "/")
 
 
 def _labels_of(image: Path) -> Path:

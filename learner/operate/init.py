@@ -144,15 +144,16 @@ def init(options: InitOptions, console: Console) -> None:
     has_tokens = _has_coordinate_tokens(options.model)
     check_parameters(options.model, "--model")
     with publish_directory(options.out) as part:
+        both = options.val is not None and options.val.resolve() == options.data.resolve()
         data, *val = [
-            as_data_file(option, source, options.out / name, part / name, console)
-            for option, source, name in (
-                ("--data", options.data, "train.jsonl"),
-                ("--val", options.val, "val.jsonl"),
+            as_data_file(option, source, split, options.out / name, part / name, console)
+            for option, source, split, name in (
+                ("--data", options.data, "train", "train.jsonl"),
+                ("--val", options.val, "val" if both else None, "val.jsonl"),
             )
             if source is not None
         ]
-        samples = check_data([data[0], *(file[0] for file in val)], console)
+        samples = check_data([data, *val], console)
         options = replace(options, data=data[1], val=val[0][1] if val else None)
         model = options.model
         if not has_tokens:
@@ -208,38 +209,49 @@ def _has_coordinate_tokens(model: Path) -> bool:
     return True
 
 
-def as_data_file(option: str, source: Path, out: Path, part: Path, console: Console) -> list[Path]:
+def as_data_file(
+    option: str, source: Path, split: str | None, out: Path, part: Path, console: Console
+) -> tuple[Path, Path]:
     """Convert data of another format to the file `part`, which is published as `out`.
 
-    Return the current and the final path of the data file: `source` twice for JSONL.
+    split: of yolo. Return the current and the final path of the data file: `source` twice for
+    JSONL.
     """
     if (form := detect_format(source)) == "jsonl":
-        return [source, source]
+        return source, source
     try:
-        conversion = convert(read_other(source, form), out, watch)
+        read = read_other(source, form, split=split if form == "yolo" else None)
+        conversion = convert(read, out, watch)
         show_conversion(conversion, f"{source} is {form}")
         write_records(conversion, part)
     except ContractError as error:
+        own = " ".join(f"{each.do.removesuffix('.')}." for each in error.errors)
         convert_it = f"learner data convert {shlex.quote(str(source))} FILE.jsonl"
-        do = f"Run `{convert_it}` with options, such as --images for the folder of the images"
+        do = f"{own} `{convert_it}` takes options for it"
         found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
         raise ContractError(option, found, do) from error
     tell(console, f"Data file: {out}\n")
-    return [part, out]
+    return part, out
 
 
-def check_data(files: Sequence[Path], console: Console) -> list[Sample]:
-    """Return the samples of the first file; print counts; raise ContractErrors for all problems."""
+def check_data(files: Sequence[tuple[Path, Path]], console: Console) -> list[Sample]:
+    """Return the samples of the first file; print counts; raise ContractErrors for all problems.
+
+    files: the current and the final path of each.
+    """
+    current, final = zip(*files, strict=True)
     canvas = MatchingConfig().maskiou_resolution
-    reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
+    reports = check_files(current, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
+    for report, path in zip(reports, final, strict=True):
+        report.path = path
     print_tables(check_tables(reports))
     findings = [each for report in reports for each in report.findings]
     if problems := [each for each in findings if not each.warning]:
         raise capped("--data", problems)
     if findings:
-        named = shlex.join(map(str, files))
+        named = shlex.join(map(str, final))
         tell(console, f"`learner data check {named}` lists the warnings")
-    return read_samples(files[0], allow_poly=False)
+    return read_samples(current[0], allow_poly=False)
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:

@@ -170,6 +170,11 @@ def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     assert out.read_text() == "kept"
 
 
+def test_a_command_of_an_earlier_version_names_its_successor(terminal: Terminal) -> None:
+    found = terminal.refused("from-coco", "a.json", "b.jsonl")
+    assert found == ("learner data from-coco", "the command was removed")
+
+
 @pytest.mark.parametrize("path", ["d.jsonl/x/y", "/proc/x/y", "n" * 300])
 def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path, path: str

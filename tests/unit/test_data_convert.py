@@ -149,12 +149,13 @@ def voc_xml(
     )
 
 
+@pytest.mark.parametrize(("file", "name"), [("a.xml", "other.png"), ("b.xml", ".\\a.png")])
 @pytest.mark.parametrize("size", [(100, 50), None, (0, 0), ("-1", "x")])
 def test_pixels_of_voc_count_from_1_and_a_box_includes_its_last(
-    size: tuple[Any, Any] | None, tmp_path: Path
+    size: tuple[Any, Any] | None, file: str, name: str, tmp_path: Path
 ) -> None:
     paint(tmp_path / "a.png", (100, 50))
-    (tmp_path / "a.xml").write_text(voc_xml("other.png", size, (1, 1, 50, 50.0)))
+    (tmp_path / file).write_text(voc_xml(name, size, (1, 1, 50, 50.0)))
     convert("--from", "voc", tmp_path, tmp_path / "o.jsonl")
     (sample,) = read_samples(tmp_path / "o.jsonl", allow_poly=False)
     assert sample.objects[0].shape.coords == (0, 0, 500, 999)
@@ -197,9 +198,11 @@ def test_what_voc_cannot_give_is_counted(
     }
     for name, text in files.items():
         (tmp_path / f"{name}.xml").write_text(text)
-    convert("--from", "voc", tmp_path, tmp_path / "o.jsonl")
+    left_out = tmp_path / "left.jsonl"
+    convert("--from", "voc", tmp_path, tmp_path / "o.jsonl", "--left-out", left_out)
     (sample,) = read_samples(tmp_path / "o.jsonl", allow_poly=False)
     assert sample.metadata == {"image_id": "a"}
+    assert json.loads(left_out.read_text().splitlines()[0])["bbox"] == [0, None, 32, 40]
     table = capsys.readouterr().out
     for count, what, first in (
         (1, "images without a file", "c"),
@@ -284,7 +287,7 @@ def test_a_yaml_that_describes_no_data_set_is_refused(
 
 def test_images_of_yolo_may_be_listed_and_labels_must_be_somewhere(tmp_path: Path) -> None:
     yolo_set(tmp_path, {"a": "0 .5 .5 .2 .2", "b": "0 .5 .5 .2 .2"}, "names: {0: cat}\ntest: t.txt")
-    (tmp_path / "t.txt").write_text("./images/train/b.png\n")
+    (tmp_path / "t.txt").write_text(".\\images\\train\\b.png\n")
     convert("--from", "yolo", "--split", "test", tmp_path / "data.yaml", tmp_path / "o.jsonl")
     (sample,) = read_samples(tmp_path / "o.jsonl", allow_poly=False)
     assert sample.images[0].name == "b.png"

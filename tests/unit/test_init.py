@@ -132,7 +132,7 @@ def test_checkpoint_with_untrained_tokens_gets_a_warm_up(
 
 @pytest.mark.req("IO-01")
 def test_data_of_another_format_is_converted(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run reads the same objects as from the data file."""
     source, out = tmp_path / "other.json", tmp_path / "out"
@@ -140,12 +140,41 @@ def test_data_of_another_format_is_converted(
     assert CliRunner().invoke(app, words).exit_code == 0
     printed = start(init_options(toy_checkpoint, toy_data, out, data=source, val=source))
     assert f"Data file: {out / 'train.jsonl'}" in printed
+    files = [str(out / name) for name in ("train.jsonl", "val.jsonl")]
+    assert f"`learner data check {' '.join(files)}` lists the warnings" in printed
+    table = capsys.readouterr().out
+    assert ".part" not in table
+    assert f"\n{files[0]} " in table
     data = load_config(out / "two_channel.yaml").data
     assert (data.train_jsonl, data.val_jsonl) == (out / "train.jsonl", out / "val.jsonl")
     assert data.val_jsonl is not None
     for file in (data.train_jsonl, data.val_jsonl):
         read, before = (read_samples(f, allow_poly=False) for f in (file, toy_data.val_jsonl))
         assert [each.objects for each in read] == [each.objects for each in before]
+
+
+@pytest.mark.req("IO-01")
+def test_splits_of_one_yolo_folder_are_data_and_val(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """A folder that has no images is refused with the error's own advice and the command."""
+    source, out = tmp_path / "set", tmp_path / "out"
+    words = ["data", "convert", str(toy_data.val_jsonl), str(source), "--to", "yolo"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    for folder in (source / "images", source / "labels"):
+        (folder / "val").mkdir()
+        first = min((folder / "train").iterdir())
+        first.rename(folder / "val" / first.name)
+    yaml = source / "data.yaml"
+    yaml.write_text(yaml.read_text().replace("val: images/train", "val: images\\val"))
+    start(init_options(toy_checkpoint, toy_data, out, data=source, val=source))
+    files = [out / "train.jsonl", out / "val.jsonl"]
+    assert [len(read_samples(file, allow_poly=False)) for file in files] == [3, 1]
+    shutil.rmtree(source / "images" / "train")
+    with pytest.raises(ContractError, match="images/train is not there") as caught:
+        start(init_options(toy_checkpoint, toy_data, tmp_path / "again", data=source))
+    convert_it = f"`learner data convert {source} FILE.jsonl` takes options for it"
+    assert caught.value.do == f"Name a folder of images, or a list of them. {convert_it}"
 
 
 def test_checkpoint_with_trained_tokens_gets_no_warm_up(
