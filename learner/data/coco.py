@@ -6,7 +6,6 @@ to_lvis      the same with the lists of LVIS
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -38,8 +37,7 @@ LVIS_LISTS = {
 def read_coco(path: Path, folder: Path | None) -> Source:
     """Read a file of COCO or LVIS instances. folder: base of its image names; None: it is found.
 
-    An annotation without a box gets the bounding box of its polygons or mask. Image records with
-    one file name are merged.
+    An annotation without a box gets the bounding box of its polygons or mask.
 
     Raises ContractError for another kind of file, for repeated ids of images or categories, and
     for unknown category ids in LVIS lists.
@@ -48,16 +46,13 @@ def read_coco(path: Path, folder: Path | None) -> Source:
     document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
     images, annotations, categories = _sections(path, document)
     names = {_id(each): each.get("name") for each in categories}
-    account, ids = Account(), set[Any]()
-    pictures, of_image = dict[Any, SourceImage](), dict[Any, SourceImage]()
+    account, ids, of_image = Account(), set[Any](), dict[Any, SourceImage]()
     for image in images:
         picture = _picture(image, _lists(path, image, names))
         if picture is None:
             account.note(Rule.BAD_IMAGE, shown(image))
-            continue
-        key = (os.path.normpath(picture.name), picture.size)
-        account.note(Rule.REPEATED_IMAGE, picture.name, key in pictures)
-        of_image[picture.id] = pictures.setdefault(key, picture)
+        else:
+            of_image[picture.id] = picture
     for annotation in annotations:
         one = _annotation(annotation, names)
         if one.id is not None:
@@ -69,7 +64,7 @@ def read_coco(path: Path, folder: Path | None) -> Source:
         else:
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
-    found = list(pictures.values())
+    found = list(of_image.values())
     return Source(folder or _folder_of(path, found), found, account)
 
 

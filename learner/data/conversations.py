@@ -6,7 +6,7 @@
                        "[{'bbox_2d': [1, 2, 3, 4], 'label': 'cat'}]"}], "image": "a.png"}
     answers alone     {"image": "a.png", "objects": [{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]}
 
-Records of one image are merged.
+Their conversion puts records of one image together.
 """
 
 import json
@@ -63,22 +63,22 @@ def read_conversations(
     scale, corners: of all boxes. None: as the record states it (ms-swift's `bbox_type`), else
     inferred from all boxes of the file.
     """
-    account, pictures = Account(), dict[str, SourceImage]()
+    account, pictures = Account(), list[SourceImage]()
     for where, record in records(path):
-        images = list(_images(record)) if isinstance(record, dict) else []
+        names = _images(record) if isinstance(record, dict) else ()
+        images = [SourceImage(name, name, None) for name in names]
         boxes = _objects(record, len(images)) if images else None
         if boxes is None:
             account.note(Rule.NO_BOXES, where)
             continue
-        for name in images:
-            account.note(Rule.REPEATED_IMAGE, where, name in pictures)
-            pictures.setdefault(name, SourceImage(name, name, None))
-        for index, (image, name, numbers, stated) in enumerate(boxes):
+        pictures += images
+        for index, (at, name, numbers, stated) in enumerate(boxes):
+            image = images[at]
             one = Annotation.read(
-                f"{where}[{index}]", images[image], name, numbers, scale=scale or stated
+                f"{where}[{index}]", image.id, name, numbers, scale=scale or stated
             )
-            pictures[images[image]].annotations.append(one)
-    return Source(folder, list(pictures.values()), account, corners)
+            image.annotations.append(one)
+    return Source(folder, pictures, account, corners)
 
 
 def _images(record: dict[str, Any]) -> Iterator[str]:

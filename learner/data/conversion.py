@@ -67,10 +67,10 @@ def convert(
 
     Raises ContractError if the scale is neither stated nor unambiguous.
     """
-    account, pictures = source.account, source.pictures
+    account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
     results = [result for _, result in watch(inspect_all(paths, inspect_header), len(paths))]
-    readings, evidence = _readings(source, results)
+    readings, evidence = _readings(source, pictures, results)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion = Conversion(account, len(pictures), annotations, evidence)
     for picture, path, result in zip(pictures, paths, results, strict=True):
@@ -96,10 +96,29 @@ def convert(
     return conversion
 
 
-def _readings(source: Source, results: Sequence[ImageResult]) -> tuple[Readings, str]:
+def _put_together(source: Source) -> list[SourceImage]:
+    """Return one picture for all records of an image file whose sizes, if annotated, are equal."""
+    merged = dict[Any, SourceImage]()
+    for picture in source.pictures:
+        path = os.path.normpath(source.folder.absolute() / picture.name)
+        one = merged.setdefault(path, picture)
+        one.size = one.size or picture.size
+        if picture.size not in (None, one.size):  # at most one size is that of the file
+            one = merged.setdefault((path, picture.size), picture)
+        if one is not picture:
+            source.account.note(Rule.REPEATED_IMAGE, picture.name)
+            one.annotations += picture.annotations
+            for key, names in picture.metadata.items():
+                one.metadata[key] = list(dict.fromkeys([*one.metadata.get(key, []), *names]))
+    return list(merged.values())
+
+
+def _readings(
+    source: Source, pictures: Sequence[SourceImage], results: Sequence[ImageResult]
+) -> tuple[Readings, str]:
     """Return the reading of boxes by their stated scale (None: not stated), and the evidence."""
     boxes: dict[Scale | None, list[tuple[Any, Size | None]]] = {}
-    for picture, result in zip(source.pictures, results, strict=True):
+    for picture, result in zip(pictures, results, strict=True):
         size = result.size if isinstance(result, ImageInfo) else picture.size
         for one in picture.annotations:
             if one.fault is None:

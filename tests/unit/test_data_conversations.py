@@ -112,7 +112,7 @@ def test_boxes_of_several_images_and_several_questions_of_one_are_put_together(
     """One name of ms-swift is that of all boxes behind it."""
     both = swift(["cat"], [CAT, DOG], bbox_type="real", image_id=[0, 1])
     both["images"] = ["a.png", "b.png"]
-    again = {"messages": asked(json.dumps({"bbox_2d": DOG, "label": "cup"})), "images": ["a.png"]}
+    again = {"messages": asked(json.dumps({"bbox_2d": DOG, "label": "cup"})), "images": ["./a.png"]}
     conversion = converted(folder, both, again, scale="pixels")
     assert [[o["desc"] for o in r["objects"]] for r in conversion.records] == [
         ["cat", "cup"],

@@ -209,6 +209,7 @@ def test_what_voc_cannot_give_is_counted(
         (1, "records without a list of boxes", "b.xml: "),
         (2, "annotations that cannot be read", "annotation d.xml: object[1]: [0.0, NaN, 32.0, "),
         (1, "annotations without a name that can be written", "annotation f.xml: object[1]"),
+        (3, "further records of one image", "a.png"),
     ):
         assert any(
             row.startswith(f"{count:>5}  {what} ") and first in row for row in table.splitlines()

@@ -370,8 +370,19 @@ def test_a_size_that_is_not_stated_is_that_of_the_image(folder: Path, size: Any)
 
 
 def test_two_records_of_one_image_are_one_sample(folder: Path) -> None:
-    """Ids given twice are counted; names of Windows have other separators."""
-    annotations = [GOOD, cat(0, 0, 64, 48, image_id=2, id=1)]
-    conversion = converted(folder, *annotations, images=[image(1), image(2, ".\\a.png")])
+    """Ids given twice are counted; names of Windows have other separators; a size is stated once.
+
+    A record of another size is left out.
+    """
+    small = {"image_id": 4, "bbox": [0, 0, 1, 1]}
+    annotations = [GOOD, cat(0, 0, 64, 48, image_id=2, id=1), GOOD | {"id": 2} | small]
+    images = [image(1, str(folder / "a.png")), image(2, ".\\a.png"), image(4, "a.png", (64, 48))]
+    del images[0]["width"]
+    for one, ids in zip(images, ([17], [17, 18], [17]), strict=True):
+        one["neg_category_ids"] = ids
+    conversion = converted(folder, *annotations, images=images)
     assert geometries(conversion) == [BINS, [0, 0, 100, 100]]
-    assert conversion.account.counts == {Rule.REPEATED_IMAGE: 1, Rule.REPEATED_ID: 1}
+    assert conversion.records[0]["metadata"]["neg_categories"] == ["dog", "cat"]
+    counts = {Rule.REPEATED_IMAGE: 1, Rule.REPEATED_ID: 1}
+    left_out = {Rule.OTHER_SIZE: 1, Rule.OF_IMAGE_LEFT_OUT: 1}
+    assert conversion.account.counts == counts | left_out
