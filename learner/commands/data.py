@@ -79,11 +79,15 @@ def convert(
     ] = None,
     scale: Annotated[
         Scale | None,
-        typer.Option(help="Of the boxes of conversations. (found from all boxes of the file)"),
+        typer.Option(
+            help="Of the boxes. (coco, lvis: pixels; conversations: found from all boxes)"
+        ),
     ] = None,
     boxes: Annotated[
         Corners | None,
-        typer.Option(help="Two corners, or a corner with width and height. (found likewise)"),
+        typer.Option(
+            help="Two corners, or a corner with width and height. (coco, lvis: xywh; else found)"
+        ),
     ] = None,
     split: Annotated[
         str | None,
@@ -158,8 +162,8 @@ def convert(
 _TO_JSONL = {"order", "skip_empty", "left_out"}
 _CONVERSATIONS = {"images", "scale", "boxes", *_TO_JSONL}
 _FROM: dict[Format, set[str]] = {
-    "coco": {"images", "geometry", *_TO_JSONL},
-    "lvis": {"images", "geometry", *_TO_JSONL},
+    "coco": {"geometry", *_CONVERSATIONS},
+    "lvis": {"geometry", *_CONVERSATIONS},
     "yolo": {"split", "geometry", *_TO_JSONL},
     "voc": {"images", "split", *_TO_JSONL},
     "ms-swift": _CONVERSATIONS,

@@ -12,14 +12,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from learner.data.jsonl import (
-    MAX_SIDE,
-    bounding_box,
-    is_description,
-    read_text,
-    strict_json,
+from learner.data.boxes import FAULTY, Reading
+from learner.data.jsonl import MAX_SIDE, bounding_box, is_description, read_text, strict_json
+from learner.data.records import (
+    Account,
+    Annotation,
+    Corners,
+    Id,
+    Rule,
+    Scale,
+    Source,
+    SourceImage,
+    is_number,
 )
-from learner.data.records import Account, Annotation, Id, Rule, Source, SourceImage, is_number
 from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
@@ -27,6 +32,8 @@ from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
 _COCO_JSON = "Name a JSON file of COCO instances."
+# Fewest boxes that show their order.
+_FEWEST = 5
 # Key of `metadata` -> key of an LVIS image.
 LVIS_LISTS = {
     NEG_CATEGORIES: "neg_category_ids",
@@ -34,13 +41,16 @@ LVIS_LISTS = {
 }
 
 
-def read_coco(path: Path, folder: Path | None) -> Source:
+def read_coco(
+    path: Path, folder: Path | None, scale: Scale | None = None, corners: Corners | None = None
+) -> Source:
     """Read a file of COCO or LVIS instances. folder: base of its image names; None: it is found.
 
-    An annotation without a box gets the bounding box of its polygons or mask.
+    scale, corners: of all boxes; None: pixels, and x, y, width, height, which COCO defines. An
+    annotation without a box gets the bounding box of its polygons or mask.
 
-    Raises ContractError for another kind of file, for repeated ids of images or categories, and
-    for unknown category ids in LVIS lists.
+    Raises ContractError for another kind of file, for repeated ids of images or categories, for
+    unknown category ids in LVIS lists, and for boxes that look like corners and are not stated.
     """
     text = read_text(path, _COCO_JSON)
     document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
@@ -54,7 +64,7 @@ def read_coco(path: Path, folder: Path | None) -> Source:
         else:
             of_image[picture.id] = picture
     for annotation in annotations:
-        one = _annotation(annotation, names)
+        one = _annotation(annotation, names, scale or "pixels", corners)
         if one.id is not None:
             account.note(Rule.REPEATED_ID, one, one.id in ids)
             ids.add(one.id)
@@ -65,7 +75,32 @@ def read_coco(path: Path, folder: Path | None) -> Source:
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
     found = list(of_image.values())
-    return Source(folder or _folder_of(path, found), found, account)
+    if corners is None:
+        _refuse_corners(found, scale or "pixels")
+    return Source(folder or _folder_of(path, found), found, account, corners or "xywh")
+
+
+def _refuse_corners(pictures: Sequence[SourceImage], scale: Scale) -> None:
+    """Raise ContractError if boxes fit their images as two corners, and most do not as COCO's."""
+    corners = [
+        (*Reading(scale, "xyxy", "").pixels(one.box, picture.size), *picture.size)
+        for picture in pictures
+        if picture.size is not None
+        for one in picture.annotations
+        if one.fault is None
+    ]
+    outside = sum(a + c > width or b + d > height for a, b, c, d, width, height in corners)
+    inside = sum(
+        a < c <= width + 1 and b < d <= height + 1 for a, b, c, d, width, height in corners
+    )
+    fits = outside <= len(corners) / 2 or inside < (1 - FAULTY) * len(corners)
+    if len(corners) >= _FEWEST and not fits:
+        found = (
+            f"as x, y, width, height {outside} of {len(corners)} boxes leave their images, and as "
+            f"corners {len(corners) - inside}"
+        )
+        do = "State the order: --boxes xyxy for two corners, or --boxes xywh"
+        raise ContractError("--boxes", found, do)
 
 
 def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
@@ -136,19 +171,27 @@ def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str
     return lists
 
 
-def _annotation(record: dict[str, Any], names: dict[Any, Any]) -> Annotation:
+def _annotation(
+    record: dict[str, Any], names: dict[Any, Any], scale: Scale, corners: Corners | None
+) -> Annotation:
     category_id = _id(record, "category_id")
     segmentation: Any = record.get("segmentation")
     alone = isinstance(segmentation, list) and len(segmentation) == 1
     fault = Rule.CROWD if record.get("iscrowd") in (1, "1") else None
     if fault is None and category_id not in names:
         fault = Rule.UNKNOWN_CATEGORY
+    box = record.get("bbox")
+    if not box and (box := _box_of(segmentation)) is not None:
+        scale = "pixels" if isinstance(segmentation, dict) else scale
+        if corners == "xyxy":
+            box = [*box[:2], box[0] + box[2], box[1] + box[3]]
     return Annotation.read(
         _id(record),
         _id(record, "image_id"),
         names.get(category_id),
-        record.get("bbox") or _box_of(segmentation),
+        box,
         fault,
+        scale=scale,
         polygon=segmentation[0] if alone and _is_polygon(segmentation[0]) else None,
     )
 

@@ -83,15 +83,15 @@ def read_other(
 ) -> Source:
     """Read a file or folder.
 
-    images: base of image names, if stated. split: of yolo and voc. scale, corners: of
-    conversations; one reader handles all their formats.
+    images: base of image names, if stated. split: of yolo and voc. scale, corners: of coco,
+    lvis and conversations; one reader handles all formats of conversations.
     """
     if form == "yolo":
         return read_yolo(source, split)
     if form == "voc":
         return read_voc(source, split, images)
     if form in ("coco", "lvis"):
-        return read_coco(source, images)
+        return read_coco(source, images, scale, corners)
     return read_conversations(source, images or source.parent, scale, corners)
 
 

@@ -16,7 +16,7 @@ from learner.data.coco import read_coco
 from learner.data.conversion import Conversion, convert, write_records
 from learner.data.formats import read_other
 from learner.data.jsonl import read_samples
-from learner.data.records import Order, Rule
+from learner.data.records import Order, Rule, Scale
 from learner.data.toy import ToyData, make_data
 from learner.stages.coords import decode_bin
 from learner.types import GeometryKind
@@ -125,6 +125,31 @@ def test_a_box_is_clipped_or_that_of_the_mask(
     conversion = converted(folder, annotation)
     assert geometries(conversion) == [bins]
     assert list(conversion.account.counts) == rules
+
+
+@pytest.mark.parametrize(
+    ("scale", "sides"), [(None, (1, 1)), ("0..1", SIZE), ("0..1000", (0.64, 0.48))]
+)
+def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
+    folder: Path, scale: Scale | None, sides: tuple[float, float]
+) -> None:
+    """Corners that are not stated are named; a mask is always in pixels."""
+    corners = [64, 48, 384, 288], [320, 240, 640, 480], [0, 240, 320, 480], [320, 0, 640, 240]
+    stated = [
+        [x1 / sides[0], y1 / sides[1], x2 / sides[0], y2 / sides[1]] for x1, y1, x2, y2 in corners
+    ]
+    annotations = [cat(*box, id=n) for n, box in enumerate([*stated, stated[1]])]
+    document = {"images": [image(1)], "annotations": annotations, "categories": CATEGORIES}
+    annotations[0] |= {"bbox": None, "segmentation": RLE}
+    file = written(folder, document)
+    source = read_coco(file, folder, scale, "xyxy")
+    found = geometries(convert(source, folder / "out.jsonl", unwatched))
+    assert found == [BINS, [500, 500, 999, 999], [0, 500, 500, 999], [500, 0, 999, 500]]
+    annotations[0] |= {"bbox": stated[0]}
+    with pytest.raises(ContractError, match="4 of 5 boxes leave their images") as caught:
+        read_coco(written(folder, document), folder, scale)
+    assert (caught.value.where, caught.value.found[-9:]) == ("--boxes", "corners 0")
+    assert read_coco(file, folder, scale, "xywh").corners == "xywh"
 
 
 def test_what_is_left_out_is_neither_clipped_nor_a_box_taken(folder: Path) -> None:
