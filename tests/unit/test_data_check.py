@@ -67,6 +67,18 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("first", "kind"), [("{", "not JSON"), ("", "empty line"), ('{"a": 1}', "unknown key")]
+)
+def test_a_first_line_of_no_known_format_is_a_fault_of_its_line(
+    tmp_path: Path, first: str, kind: str
+) -> None:
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", first, line("a.png", CAT))
+    assert (1, kind, False) in found(path)
+    assert {number for number, _, _ in found(path)} == {1}
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
 def test_a_truncated_image_is_unreadable(tmp_path: Path, suffix: str) -> None:
     image = tmp_path / f"a.{suffix}"
