@@ -118,13 +118,13 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
     ends = [reading.pixels(box, size)[2:] for box, size in zip(numbers, sizes, strict=True)]
     inside = sum(x <= w and y <= h for (x, y), (w, h) in zip(ends, sizes, strict=True))
     if len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes):
-        told = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
+        text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
-        yield DataProblem("x, y, width, height", places[0], told, do, warning=warning)
+        yield DataProblem("x, y, width, height", places[0], text, do, warning=warning)
     if scales:
         do = " ".join(f"If they are {scale}: {_TO_BINS[scale]}." for scale in scales)
-        told = f"the scale of {len(boxes)} boxes: {reading.evidence}"
-        yield DataProblem("scale", places[0], told, do, warning=warning)
+        text = f"the scale of {len(boxes)} boxes: {reading.evidence}"
+        yield DataProblem("scale", places[0], text, do, warning=warning)
 
 
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:

@@ -142,7 +142,7 @@ class InputChecks:
         data = self._config.data
         if not self._has_checkpoint:  # images are checked by its processor's rule
             for file in filter(None, (data.train_jsonl, data.val_jsonl)):
-                read_samples(file, allow_poly=self._config.allow_poly)
+                _samples_of(file, self._config)
             raise Waiting("waits for checkpoint")
         self.read = read = read_inputs(self._config, self._environment)
         held_out = f", {len(read.val)} to validate on" if data.val_jsonl else ""
@@ -193,11 +193,16 @@ def read_data(
     Raises ContractErrors for faults of a file, and, unless `data.on_bad_sample` is skip, for bad
     samples.
     """
-    samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
+    samples = [_samples_of(file, config) if file else [] for file in files]
     bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
     if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
     return samples, bad
+
+
+def _samples_of(file: Path, config: Config) -> list[Sample]:
+    require_jsonl(file)
+    return read_samples(file, allow_poly=config.allow_poly)
 
 
 def check_backend(

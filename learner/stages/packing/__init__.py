@@ -74,7 +74,8 @@ class StepPacker(Generic[S, P]):
         """Add a chunk of the step, and return the packs that can be made.
 
         Before the last chunk, packs are made while the waiting segments have the tokens of a whole
-        pack and fill it, so far as they can. With the last chunk, all waiting segments share the fewest packs (`plan_packs`).
+        pack and fill it, so far as they can. With the last chunk, all waiting segments share the
+        fewest packs (`plan_packs`).
         """
         numbered = list(enumerate(segments, start=self._come))
         self._come += len(segments)
