@@ -58,10 +58,10 @@ DemoWorld = Literal["plain", "crowded"]
 Row = tuple[str, Scores]
 Column = Callable[[Scores], str]
 COLUMNS: dict[str, Column] = {
-    "F1": lambda s: f"{s.f1:.3f}",
-    "precision": lambda s: f"{s.precision:.3f}",
-    "recall": lambda s: f"{s.recall:.3f}",
-    "F1@mIoU": lambda s: f"{s.f1_miou:.3f}",
+    "F1": lambda s: f"{s.ratio('f1'):.3f}",
+    "precision": lambda s: f"{s.ratio('precision'):.3f}",
+    "recall": lambda s: f"{s.ratio('recall'):.3f}",
+    "F1@mIoU": lambda s: f"{s.ratio('f1_miou'):.3f}",
     "duplicates an answer": lambda s: f"{s.duplicates / s.answers:.2f}",
 }
 

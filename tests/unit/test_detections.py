@@ -248,9 +248,9 @@ def test_false_detection_counts_where_its_category_was_verified(
     assert [aps["cat"], aps["dog"]] == pytest.approx([1, ap])
     scores = Scores.of(found)
     assert (scores.hits, scores.predicted, scores.ground_truths) == (2, predicted, 2)
-    assert scores.precision == pytest.approx(2 / predicted)
-    assert scores.f1 == pytest.approx(4 / (predicted + 2))
-    assert scores.box_precision == pytest.approx(2 / predicted)
+    assert scores.ratio("precision") == pytest.approx(2 / predicted)
+    assert scores.ratio("f1") == pytest.approx(4 / (predicted + 2))
+    assert scores.ratio("box_precision") == pytest.approx(2 / predicted)
 
 
 @pytest.mark.req("EVAL-02", "IO-01")

@@ -70,6 +70,11 @@ def scored(
     return Scores.of(answer(tokenizer, text, objects) for text, objects in answers)
 
 
+def ratios(scores: Scores) -> tuple[float, ...]:
+    names = ("precision", "recall", "f1")
+    return tuple(scores.ratio(kind + name) for kind in ("", "box_") for name in names)
+
+
 def counts(scores: Scores) -> tuple[int, ...]:
     """Predicted, ground truths, hits, located, dropped."""
     s = scores
@@ -81,9 +86,7 @@ def test_hit_needs_place_and_description(toy_tokenizer: PreTrainedTokenizerFast)
     text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
     found = scored(toy_tokenizer, (text, [CAT, DOG, BIRD]))
     assert counts(found) == (2, 3, 1, 2, 0)
-    assert (found.precision, found.recall, found.f1) == pytest.approx((1 / 2, 1 / 3, 2 / 5))
-    boxes = (found.box_precision, found.box_recall, found.box_f1)
-    assert boxes == pytest.approx((1, 2 / 3, 4 / 5))
+    assert ratios(found) == pytest.approx((1 / 2, 1 / 3, 2 / 5, 1, 2 / 3, 4 / 5))
     own = answer(toy_tokenizer, text, [CAT, DOG, BIRD])
     assert (own.hits, own.precision) == (1, 1 / 2)
     assert (own.recall, own.f1) == pytest.approx((1 / 3, 2 / 5))
@@ -125,7 +128,7 @@ def test_hit_is_not_lost_to_another_description_at_its_place(
     found = answer(toy_tokenizer, text, [CAT])
     assert (found.hits, found.match.pairs) == (1, [(1, 0)])
     assert found.match.false_positives == [0]
-    assert scored(toy_tokenizer, (text, [CAT])).box_f1 == pytest.approx(2 / 3)
+    assert scored(toy_tokenizer, (text, [CAT])).ratio("box_f1") == pytest.approx(2 / 3)
 
 
 @pytest.mark.req("RES-20")
@@ -184,7 +187,7 @@ def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
         read, rollout([], taught), tokenizer, allow_poly=False, resolution=256
     )
     found = Scored.of([ScoredAnswer.scored(assessed, 256)], data, polygons=False)
-    assert found.scores.f1 == 1.0
+    assert found.scores.ratio("f1") == 1.0
     assert [row["name"] for row in found.breakdown["descriptions"]] == ["B\u00fcro-Caf\u00e9"]
     assert [c["name"] for c in found.files.ground_truth["categories"]] == ["B\u00fcro-Caf\u00e9"]
     assert found.detected["bbox"].objects.ap == pytest.approx(1)
@@ -200,7 +203,7 @@ def test_scores_with_a_zero_denominator(toy_tokenizer: PreTrainedTokenizerFast) 
         found = answer(toy_tokenizer, "{}", there)
         assert (found.precision, found.recall, found.f1) == own
         pooled = scored(toy_tokenizer, ("{}", there))
-        assert (pooled.precision, pooled.recall, pooled.f1, pooled.box_f1) == (0.0, 0.0, 0.0, 0.0)
+        assert ratios(pooled) == (0.0,) * 6
 
 
 @pytest.mark.req("EVAL-02")

@@ -44,9 +44,6 @@ ANSWERS = "gt_vs_pred.jsonl"
 GROUND_TRUTH = "coco_gt.json"
 DETECTIONS = "coco_preds.json"
 
-_PLACES = ("box_precision", "box_recall", "box_f1")
-_DERIVED = ("precision", "recall", "f1", "f1_95", "f1_miou", *_PLACES, "hits")
-
 
 @dataclass(frozen=True)
 class Scored:
@@ -78,7 +75,8 @@ class Scored:
             },
             "iou_threshold": IOU_THRESHOLD,
             "scores": {
-                **{name: getattr(self.scores, name) for name in _DERIVED},
+                **{name: self.scores.ratio(name) for name in self.scores.fractions()},
+                "hits": self.scores.hits,
                 **asdict(self.scores),
             },
             "ranked_by": self.files.ranked_by,

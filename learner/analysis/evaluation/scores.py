@@ -119,6 +119,10 @@ class ScoredAnswer(LoggedAnswer):
         )
 
 
+# Scores among the metrics of a run; `scores.json` has all.
+LOGGED = ("precision", "recall", "f1", "f1_95", "f1_miou", "box_f1")
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores over all objects of all answers; the fields are sums of those of `ScoredAnswer`.
@@ -154,57 +158,32 @@ class Scores:
     def hits(self) -> int:
         return self.hits_at[0]
 
-    @property
-    def precision(self) -> float:
-        return self.hits / max(self.predicted, 1)
+    def fractions(self) -> dict[str, tuple[int, int]]:
+        """Return the numerator and the denominator of each score.
 
-    @property
-    def recall(self) -> float:
-        return self.hits / max(self.ground_truths, 1)
+        f1_95: with hits from IoU 0.95. box_*: by location; the pairing ignores descriptions, too.
+        """
+        objects, hits = self.predicted + self.ground_truths, self.hits
+        return {
+            "precision": (hits, self.predicted),
+            "recall": (hits, self.ground_truths),
+            "f1": (2 * hits, objects),
+            "f1_95": (2 * self.hits_at[-1], objects),
+            "f1_miou": (2 * sum(self.hits_at), objects * len(self.hits_at)),
+            "box_precision": (self.located, self.predicted),
+            "box_recall": (self.located, self.ground_truths),
+            "box_f1": (2 * self.located, objects),
+        }
 
-    @property
-    def f1(self) -> float:
-        return 2 * self.hits / max(self.predicted + self.ground_truths, 1)
-
-    @property
-    def f1_95(self) -> float:
-        """F1 with hits from IoU 0.95."""
-        return 2 * self.hits_at[-1] / max(self.predicted + self.ground_truths, 1)
-
-    @property
-    def f1_miou(self) -> float:
-        """F1@mIoU."""
-        both = self.predicted + self.ground_truths
-        return 2 * sum(self.hits_at) / len(self.hits_at) / max(both, 1)
-
-    @property
-    def box_precision(self) -> float:
-        """Precision by location: the pairing ignores descriptions, too."""
-        return self.located / max(self.predicted, 1)
-
-    @property
-    def box_recall(self) -> float:
-        return self.located / max(self.ground_truths, 1)
-
-    @property
-    def box_f1(self) -> float:
-        return 2 * self.located / max(self.predicted + self.ground_truths, 1)
+    def ratio(self, name: str) -> float:
+        numerator, denominator = self.fractions()[name]
+        return numerator / max(denominator, 1)
 
     def payload(self) -> Payload:
-        objects = self.predicted + self.ground_truths
-        payload = Payload()
-        payload.rate(
-            {
-                "eval/precision": (self.hits, self.predicted),
-                "eval/recall": (self.hits, self.ground_truths),
-                "eval/f1": (2 * self.hits, objects),
-                "eval/f1_95": (2 * self.hits_at[-1], objects),
-                "eval/f1_miou": (2 * sum(self.hits_at), objects * len(self.hits_at)),
-                "eval/box_f1": (2 * self.located, objects),
-                "eval/duplicates": (self.duplicates, self.answers),
-                "eval/oversized": (self.oversized, self.answers),
-            }
-        )
+        payload, fractions = Payload(), self.fractions()
+        payload.rate({f"eval/{name}": fractions[name] for name in LOGGED})
+        faults = ("duplicates", "oversized")
+        payload.rate({f"eval/{name}": (getattr(self, name), self.answers) for name in faults})
         counts = ("predicted", "ground_truths", "dropped")
         payload.add({f"eval/{name}": getattr(self, name) for name in counts})
         return payload
