@@ -53,7 +53,7 @@ def detect_format(path: Path) -> Format:
     described = "desc" in keys and "objects" in record
     if described or (record.keys() & {"width", "height"} and not keys & {*NAMES}):
         return "jsonl"
-    if record.keys() & {"image", "images"}:
+    if record.keys() & {"image", "images"} and record.keys() & {*LISTS}:
         return "qwen"
     found = f"the first record has the keys {shown(sorted(record))}, which are of no known format"
     raise ContractError(where, found, _DO)
