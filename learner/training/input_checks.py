@@ -27,7 +27,6 @@ from learner.data.show import watch
 from learner.rollout.colocate import Placement, place
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
-from learner.stages.packing.plan import binpacking_module
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, Waiting, require
 from learner.types import Sample
@@ -317,6 +316,8 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
             f"Raise it to at least {batch}, or lower training.effective_batch_size",
         )
     if training.packing:
+        from learner.stages.packing.plan import binpacking_module  # numpy
+
         binpacking_module()
     if training.packing and training.packing_buffer < batch:
         raise ContractError(
