@@ -326,10 +326,10 @@ class Place:
     """The place of a segment of a step.
 
     length: its tokens. pack: number of its pack, from 0, in the order of their making.
-    position: in the pack, from 0. arrived: segments of the step that had arrived by then.
+    position: in the pack, from 0. come: segments of the step that had arrived by then.
     """
 
     length: int
     pack: int
     position: int
-    arrived: int
+    come: int

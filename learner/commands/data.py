@@ -73,9 +73,7 @@ def convert(
     to_format: Annotated[Format, typer.Option("--to", help="Format of OUT.")] = "jsonl",
     images: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that image names start at; not of yolo. (that of the file; JPEGImages)"
-        ),
+        typer.Option(help="Folder that image names start at; not of yolo. (found beside the file)"),
     ] = None,
     scale: Annotated[
         Scale | None,
@@ -96,7 +94,7 @@ def convert(
     geometry: Annotated[
         GeometryKind,
         typer.Option(
-            help="Boxes, or the polygon of each object that has exactly one; --to yolo: all."
+            help="Boxes, or the polygon of each object that has exactly one; --to yolo: of each."
         ),
     ] = "bbox_2d",
     order: Annotated[

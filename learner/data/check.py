@@ -115,9 +115,12 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
         reading = found._replace(corners="xywh")
         bins = {"0..999": True, "0..1000": beyond == 0, "pixels": beyond > 0 and few, "0..1": False}
         scales = () if bins[found.scale] else (found.scale,)
+    if not scales:
+        reading = Reading("0..999", "xywh", reading.evidence)
     ends = [reading.pixels(box, size)[2:] for box, size in zip(numbers, sizes, strict=True)]
     inside = sum(x <= w and y <= h for (x, y), (w, h) in zip(ends, sizes, strict=True))
-    if len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes):
+    bins_or_pixels = reading.scale != "0..1"  # the numbers are rounded
+    if bins_or_pixels and len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes):
         text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
         yield DataProblem("x, y, width, height", places[0], text, do, warning=warning)

@@ -6,6 +6,7 @@ to_lvis      the same with the lists of LVIS
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -50,7 +51,7 @@ def read_coco(
     annotation without a box gets the bounding box of its polygons or mask.
 
     Raises ContractError for another kind of file, for repeated ids of images or categories, for
-    unknown category ids in LVIS lists, and for boxes that look like corners and are not stated.
+    unknown category ids in LVIS lists, and, unless `corners` is given, for boxes like corners.
     """
     text = read_text(path, _COCO_JSON)
     document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
@@ -81,7 +82,7 @@ def read_coco(
 
 
 def _refuse_corners(pictures: Sequence[SourceImage], scale: Scale) -> None:
-    """Raise ContractError if boxes fit their images as two corners, and most do not as COCO's."""
+    """Raise ContractError if most boxes leave their images as x, y, width, height alone."""
     corners = [
         (*Reading(scale, "xyxy", "").pixels(one.box, picture.size), *picture.size)
         for picture in pictures
@@ -109,7 +110,7 @@ def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
     """
     above = path.absolute().parent.parent
     for folder in (path.parent, above / path.stem.removeprefix("instances_"), above):
-        if any((folder / picture.name).is_file() for picture in pictures):
+        if any(os.path.isfile(folder / picture.name) for picture in pictures):
             return folder
     return path.parent
 

@@ -37,7 +37,8 @@ def detect_format(path: Path) -> Format:
         return "yolo"
     if path.suffix == ".json":
         text = read_text(path, _DO)
-        if '"category_id"' in text or '"categories"' in text:
+        lines = '"objects":' in text.partition("\n")[0]  # of a data file, whatever its suffix
+        if not lines and ('"category_id"' in text or '"categories"' in text):
             return "lvis" if '"neg_category_ids"' in text else "coco"
     where, record = next(records(path), (str(path), None))
     record = record if isinstance(record, dict) else {}

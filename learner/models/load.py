@@ -37,6 +37,7 @@ from learner.models.linear_attention import separate_segments
 from learner.models.loading import loading
 from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
+from learner.runs.console import counted
 from learner.stages.tokens import CoordVocab, Tokenizer
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
@@ -157,9 +158,7 @@ def lacking_in_adapter(model: Any, weights: Mapping[str, Tensor]) -> str:
     """Return which parameters of a model's adapter are not in `weights`; "" if none."""
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     lacking = sorted(own.keys() - weights.keys())
-    return (
-        f"lacks {len(lacking)} parameters, first {', '.join(lacking[:_NAMED])}" if lacking else ""
-    )
+    return f"lacks {counted(len(lacking), 'parameter')}, first {lacking[0]}" if lacking else ""
 
 
 def read_model(

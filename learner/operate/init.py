@@ -144,12 +144,11 @@ def init(options: InitOptions, console: Console) -> None:
     has_tokens = _has_coordinate_tokens(options.model)
     check_parameters(options.model, "--model")
     with publish_directory(options.out) as part:
-        both = options.val is not None and options.val.resolve() == options.data.resolve()
         data, *val = [
             as_data_file(option, source, split, options.out / name, part / name, console)
             for option, source, split, name in (
                 ("--data", options.data, "train", "train.jsonl"),
-                ("--val", options.val, "val" if both else None, "val.jsonl"),
+                ("--val", options.val, "val", "val.jsonl"),
             )
             if source is not None
         ]
@@ -210,17 +209,22 @@ def _has_coordinate_tokens(model: Path) -> bool:
 
 
 def as_data_file(
-    option: str, source: Path, split: str | None, out: Path, part: Path, console: Console
+    option: str, source: Path, split: str, out: Path, part: Path, console: Console
 ) -> tuple[Path, Path]:
     """Convert data of another format to the file `part`, which is published as `out`.
 
-    split: of yolo. Return the current and the final path of the data file: `source` twice for
-    JSONL.
+    split: of a data set with several. Return the current and the final path of the data file:
+    `source` twice for JSONL.
     """
     if (form := detect_format(source)) == "jsonl":
         return source, source
     try:
-        read = read_other(source, form, split=split if form == "yolo" else None)
+        try:
+            read = read_other(source, form)
+        except ContractError as error:
+            if error.where != "--split":
+                raise
+            read = read_other(source, form, split=split)
         conversion = convert(read, out, watch)
         show_conversion(conversion, f"{source} is {form}")
         write_records(conversion, part)

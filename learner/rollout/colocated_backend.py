@@ -67,6 +67,7 @@ class ColocatedBackend(RolloutBackend):
                 self._peers.all_gather(lambda: None)  # every process has made room
                 yield
             except BaseException:
+                self._answers = []
                 if self._memory is not None:
                     with suppress(RunError, ContractError):
                         self._memory.sleep()

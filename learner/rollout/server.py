@@ -161,10 +161,12 @@ class ServerBackend(RolloutBackend):
             self.version.record(self._by_leader(partial(self._push, version)))
 
         def ask() -> Answers:
-            unproven = any(server.unproven for server in self._servers)
+            call, servers = probe_call(version), self._pool.usable()
+            unproven = any(server.unproven for server in servers)
             if self._proof is None or not self._proof.is_due(unproven):
                 return []
-            call, servers = probe_call(version), self._pool.usable()
+            for server in self._servers:
+                server.unproven = True
             answers = in_parallel([partial(server.ask, call) for server in servers])
             return [
                 (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])

@@ -89,7 +89,7 @@ class ServerHandle:
     world_size: its engine workers. dtype: of its weights.
     starting: it is lost, and the newest check found its engines starting.
     wants_push: it is lost, and the newest check found that it lacks only a push.
-    unproven: it was pushed to again, or lost before a proof of effect, and no proof followed.
+    unproven: it was pushed to again, or missed a proof of effect, and no proof followed.
     """
 
     dtype: DtypeName = "float32"
@@ -186,7 +186,6 @@ class ServerHandle:
 
     def ask(self, call: InferCall) -> list[RolloutEnvelope]:
         """Return the answers to the call of a proof, or nothing if the server is lost by it."""
-        self.unproven = True
         try:
             answers = self._client.infer(call, self._epoch)
         except SERVER_ERRORS as error:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from learner.config.schema import Config, wanted_sync_mode
 from learner.data.jsonl import build_request
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs_push
-from learner.rollout.distribution import rank_chunk_size
+from learner.rollout.distribution import cut, rank_chunk_size
 from learner.training.checkpoint_checks import longest_prompt
 from learner.training.checks import Caution, Check, T, Waiting, require
 from learner.training.input_checks import learner_processes
@@ -116,19 +116,23 @@ class ServerChecks:
         clients, requests = require(self.clients, "servers"), self.requests()
         if not requests:
             return "no images to read"
-        call = InferCall(
-            infer_requests=requests, request_config=RequestConfig(max_tokens=1, return_details=True)
-        )
-        envelopes = [ask_for_media(client, call) for client in clients]
-        if None in envelopes:
-            raise Waiting("waits for the first push of the run")
-        self.envelopes = [each for each in envelopes if each is not None]
+        self.envelopes = [[] for _ in clients]
+        for part in cut(len(requests), _AT_ONCE):
+            call = InferCall(
+                infer_requests=requests[part.start : part.stop],
+                request_config=RequestConfig(max_tokens=1, return_details=True),
+            )
+            for client, envelopes in zip(clients, self.envelopes, strict=True):
+                if (answers := ask_for_media(client, call)) is None:
+                    self.envelopes = None
+                    raise Waiting("waits for the first push of the run")
+                envelopes += answers
         images = sum(len(request.images) for request in requests)
         return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# Samples whose images a server reads before the run, each of another folder.
-_FOLDERS = 32
+# Samples whose images a server reads before the run, each of another folder, and those of a call.
+_FOLDERS, _AT_ONCE = 32, 4
 
 
 def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:

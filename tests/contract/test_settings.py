@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,9 @@ def test_a_signal_during_a_merge_ends_everything_and_no_port_is_open(
 
 
 def is_merge(pid: int) -> bool:
-    return b"rollout_server.engines.merge" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    with suppress(OSError):  # it may end meanwhile
+        return b"rollout_server.engines.merge" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def is_spawned(pid: int) -> bool:

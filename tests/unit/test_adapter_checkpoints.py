@@ -152,7 +152,7 @@ def test_an_adapter_that_lacks_parameters_is_refused(adapter: Path, tmp_path: Pa
     first, *_, last = sorted(weights)
     save_file({name: weights[name] for name in weights if name not in (first, last)}, file)
     check_parameters(adapter)
-    with pytest.raises(ContractError, match=f"lacks 2 parameters, first {first}, {last}"):
+    with pytest.raises(ContractError, match=f"lacks 2 parameters, first {first}"):
         check_parameters(folder)
 
 

@@ -155,6 +155,8 @@ PIXELS = [[5, 5, 640, 480]] * 5  # within 640 and 480 bins by a chance of 0.3 **
         ([[200, 20, 1900, 1800]] * 9, (2000, 2000), "scale", "If they are pixels: x becomes"),
         ([[1, 2, 900, 1000]] * 2, (1000, 1000), "scale", "If they are 0..1000: x becomes 9"),
         ([*[[500, 500, 600, 800]] * 50, [1, 1, 9, 1300]], (1000, 1200), None, ""),
+        ([*[[200, 200, 800, 900]] * 20, [1, 1, 9, 1300]], (4000, 3000), None, ""),
+        ([[0.1, 0.1, 0.9, 0.9]] * 9, (640, 480), "scale", "If they are 0..1: x becomes 999 * x"),
     ],
 )
 def test_coordinates_that_look_like_something_else_than_bins_are_doubted(

@@ -229,3 +229,11 @@ def test_a_format_that_is_not_found_is_refused(
     (tmp_path / "coco.json").write_text(json.dumps(captions, indent=1))
     with pytest.raises(ContractError, match=found):
         CliRunner().invoke(app, ["data", "convert", *arguments], catch_exceptions=False)
+
+
+def test_the_suffix_of_a_data_file_is_free(tmp_path: Path) -> None:
+    """Also if its metadata have a key of COCO."""
+    line = {"images": ["a.png"], "width": 9, "height": 9, "objects": []}
+    line["metadata"] = {"categories": 3}
+    (tmp_path / "a.json").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
+    assert detect_format(tmp_path / "a.json") == "jsonl"

@@ -342,7 +342,8 @@ def test_images_are_found_in_the_layout_of_coco(tmp_path: Path, file: str, names
     lists.mkdir()
     photos.mkdir()
     paint_all(photos, ["x.png"])
-    images = [image(1, names.format("lost"), (64, 48)), image(2, names.format("x"), (64, 48))]
+    lost = names.format("lost" * 99)  # too long for a file
+    images = [image(1, lost, (64, 48)), image(2, names.format("x"), (64, 48))]
     document = {"images": images, "annotations": [], "categories": []}
     (lists / file).write_text(json.dumps(document))
     out = tmp_path / "own" / "data.jsonl"

@@ -180,8 +180,9 @@ def test_a_proof_that_is_missed_follows_the_next_push(
     """A server that hangs up is not proven, and neither is a push that is repeated meanwhile."""
     proven: list[int] = []
     with scripted_server() as one:
+        rollouts = [S(one)]
         one.routes[INFER] = lambda _: HangUp()
-        with fleet_of([S(one)], 8, ProofOfEffect(loaded, "sample")) as run:
+        with fleet_of(rollouts, 8, ProofOfEffect(loaded, "sample")) as run:
 
             def reply(body: Any) -> Reply:
                 proven.append(body["expected_weights_version"])
@@ -195,3 +196,23 @@ def test_a_proof_that_is_missed_follows_the_next_push(
                     run.backend.repush_restarted()
             assert run.pushed() == [[1, 2, 3, 3, 4, 5]]
             assert proven == [2, 4]
+
+
+@pytest.mark.req("SYNC-06")
+def test_a_server_that_is_gone_makes_no_proof_due(
+    loaded: LoadedModel, answers: list[RolloutEnvelope]
+) -> None:
+    proven: list[int] = []
+
+    def reply(body: Any) -> Reply:
+        proven.append(body["expected_weights_version"])
+        return answers
+
+    with scripted_server() as one, scripted_server() as gone:
+        rollouts = [S(one), S(gone)]
+        one.routes[INFER], gone.routes[INFER] = reply, lambda _: HangUp()
+        with fleet_of(rollouts, 8, ProofOfEffect(loaded, "sample")) as run:
+            rollouts[1].dead = True
+            for version in (2, 3, 4):
+                run.backend.push_weights(version)
+    assert proven == [1]

@@ -19,7 +19,7 @@ WRONG, LEFT_OUT = "wrong description", "not trained on"
 # Label of a fault -> predicate.
 FAULTS: dict[str, Callable[[LoggedAnswer], bool]] = {
     "no start of the format": lambda answer: answer.parse.invalid,
-    "not read, or in part": lambda answer: answer.parse.fault is not None,
+    "not read, or only in part": lambda answer: answer.parse.fault is not None,
     "truncated": lambda answer: answer.parse.truncated,
     "ended by the repeat guard": lambda answer: answer.repeat_terminated,
     "dropped objects": lambda answer: bool(answer.parse.dropped),
