@@ -112,6 +112,7 @@ def answer(
         "parse": LoggedParse(
             truncated=more.pop("truncated", False),
             invalid=more.pop("invalid", False),
+            fault=more.pop("fault", None),
             objects=[
                 LoggedPrediction(desc=desc, kind="bbox_2d", coords=list(box), key=f"object_{place}")
                 for place, (desc, box) in enumerate(predicted, start=1)

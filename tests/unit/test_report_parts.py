@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers
+from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers, unread_answers
 from learner.analysis.report.findings import Finding, findings
 from learner.analysis.report.page import Tile
 from learner.analysis.report.plots import plots, thinned
@@ -54,6 +54,15 @@ def test_faults_of_an_answer_are_named(made: StepAnswer, fault: str) -> None:
     alone = LoggedAnswer(**made.model_dump(exclude={"step", "rank", "chunk", "segment"}))
     expected = [] if fault == "not trained on" else [fault]
     assert faults_of(alone) == expected, "an evaluation trains on nothing"
+
+
+def test_answers_that_were_not_read_are_counted_by_their_reasons() -> None:
+    read = unread_answers([answer(), answer(fault="fenced"), *[answer(fault="text_behind")] * 2])
+    assert [(each.name, each.count, each.share) for each in read] == [
+        ("fenced", 1, "25.00%"),
+        ("text_behind", 2, "50.00%"),
+    ]
+    assert faults_of(answer(fault="fenced")) == ["not read, or only in part"]
 
 
 @pytest.mark.req("REPORT-01")
