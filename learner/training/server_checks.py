@@ -116,17 +116,17 @@ class ServerChecks:
         clients, requests = require(self.clients, "servers"), self.requests()
         if not requests:
             return "no images to read"
-        self.envelopes = [[] for _ in clients]
+        read: list[list[RolloutEnvelope]] = [[] for _ in clients]
         for part in cut(len(requests), _AT_ONCE):
             call = InferCall(
                 infer_requests=requests[part.start : part.stop],
                 request_config=RequestConfig(max_tokens=1, return_details=True),
             )
-            for client, envelopes in zip(clients, self.envelopes, strict=True):
+            for client, envelopes in zip(clients, read, strict=True):
                 if (answers := ask_for_media(client, call)) is None:
-                    self.envelopes = None
                     raise Waiting("waits for the first push of the run")
                 envelopes += answers
+        self.envelopes = read
         images = sum(len(request.images) for request in requests)
         return f"{images} image(s) of {len(requests)} samples were read"
 

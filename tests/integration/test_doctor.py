@@ -96,8 +96,8 @@ def test_working_set_up_is_ok_in_every_check(doctor: Doctor) -> None:
     if owner is not None:  # another test has left the server so
         doubtful |= {"owner"}
     assert statuses(found) == {"ok": set(found) - doubtful, "warn": doubtful}
-    assert found["media"]["found"] == "1 image(s) of 1 samples were read"
-    assert found["prompt"]["found"] == "1 prompts agree"
+    assert found["media"]["found"] == "2 image(s) of 2 samples were read"
+    assert found["prompt"]["found"] == "2 prompts agree"
     assert "the parser finds" in found["rollout"]["found"]
 
 
