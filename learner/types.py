@@ -167,7 +167,7 @@ class ParsedRollout:
         with `truncated`.
     entry_ends: of each top-level entry in the prefix, in order: index of the token with the last
         character of its value, and its index into `objects`, or None if it was dropped.
-    unaligned: number of `dropped` entries whose coordinates are not single coordinate tokens.
+    unaligned: number of `dropped` entries with a coordinate that is not one coordinate token.
     fault: why the answer could not be read, or only in part; else None. It is for metrics alone,
         so equality ignores it.
     """

@@ -31,7 +31,7 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
-# Fewest boxes whose fit as x, y, width, height is no chance: 1/4 for two uniform corners in bins.
+# Fewest boxes that count as x, y, width, height. Two random corners fit with a probability of 1/4.
 _FEWEST = 7
 _TO_BINS: dict[Scale, str] = {
     "0..1": f"x becomes {MAX_BIN} * x, y becomes {MAX_BIN} * y",
@@ -108,25 +108,25 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
     found = find_reading(numbers, sizes, None, None)
     beyond = sum(max(box) > MAX_BIN for box in numbers)
     few = beyond <= FAULTY * len(boxes)
+    evidence = found if isinstance(found, str) else found.evidence
+    scale: Scale = "0..999"
+    scales: tuple[Scale, ...] = ()
+    bins = {"0..999": True, "0..1000": beyond == 0, "pixels": beyond > 0 and few, "0..1": False}
     if isinstance(found, str):
-        reading = Reading("0..999", "xywh", found)
-        scales: tuple[Scale, ...] = () if few else ("0..1000", "pixels")
-    else:
-        reading = found._replace(corners="xywh")
-        bins = {"0..999": True, "0..1000": beyond == 0, "pixels": beyond > 0 and few, "0..1": False}
-        scales = () if bins[found.scale] else (found.scale,)
-    if not scales:
-        reading = Reading("0..999", "xywh", reading.evidence)
+        scales = () if few else ("0..1000", "pixels")
+    elif not bins[found.scale]:
+        scale, scales = found.scale, (found.scale,)
+    reading = Reading(scale, "xywh", evidence)
     ends = [reading.pixels(box, size)[2:] for box, size in zip(numbers, sizes, strict=True)]
     inside = sum(x <= w and y <= h for (x, y), (w, h) in zip(ends, sizes, strict=True))
-    bins_or_pixels = reading.scale != "0..1"  # the numbers are rounded
-    if bins_or_pixels and len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes):
+    fit = len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes)
+    if fit and scale != "0..1":  # rounded numbers tell nothing of fractions
         text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
         yield DataProblem("x, y, width, height", places[0], text, do, warning=warning)
     if scales:
         do = " ".join(f"If they are {scale}: {_TO_BINS[scale]}." for scale in scales)
-        text = f"the scale of {len(boxes)} boxes: {reading.evidence}"
+        text = f"the scale of {len(boxes)} boxes: {evidence}"
         yield DataProblem("scale", places[0], text, do, warning=warning)
 
 

@@ -97,7 +97,7 @@ def convert(
 
 
 def _put_together(source: Source) -> list[SourceImage]:
-    """Return one picture for all records of an image file whose sizes, if annotated, are equal."""
+    """Merge the records of one image file, unless their annotated sizes differ."""
     merged = dict[Any, SourceImage]()
     for picture in source.pictures:
         path = os.path.normpath(source.folder.absolute() / picture.name)

@@ -132,7 +132,7 @@ def run_demo(
         demo.begin(f"Starting the rollout server (log: {log})")
         rows = _run_all(demo, server, config)
     print_tables([_table(rows)])
-    _print_paths(demo)
+    _print_end(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
 
@@ -232,7 +232,7 @@ def _last_checkpoint(config: Config) -> Path:
     return Path(checkpoint)
 
 
-def _print_paths(demo: Demo) -> None:
+def _print_end(demo: Demo) -> None:
     run = demo.folder / TWO_CHANNEL
     (evaluation,) = (run / EVALUATIONS).iterdir()
     tell(demo.console, f"Shown above: scores on {HELD_OUT_SCENES} scenes that were not trained on")

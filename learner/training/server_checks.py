@@ -131,7 +131,7 @@ class ServerChecks:
         return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# Samples whose images a server reads before the run, each of another folder, and those of a call.
+# Most samples whose images a server reads before the run, one of each folder; most in one call.
 _FOLDERS, _AT_ONCE = 32, 4
 
 

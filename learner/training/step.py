@@ -237,8 +237,8 @@ class StepRunner:
         """One forward and backward per pack, weighted by its fraction of the samples (LOSS-05).
 
         Gradients are averaged over ranks with equally many samples, so the fractions of each
-        rank's own samples give the loss of the whole step. FSDP2
-        averages in every backward, so no rank holds a whole gradient (RES-18); DDP in the last.
+        rank's own samples give the loss of the whole step. FSDP2 averages in every backward, so no
+        rank holds a whole gradient (RES-18); DDP averages in the last one.
         """
         model, accelerator, payload = this.model, this.accelerator, this.report.payload
         device, channel = next(model.parameters()).device, this.report.channel
