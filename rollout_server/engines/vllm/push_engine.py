@@ -124,7 +124,8 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         for members in plan:
             bucket = next(buckets)
             words = bucket.view(torch.int64)
-            positions = torch.arange(positions_of(len(words)), device=words.device)
+            if not digests:  # one range for all buckets: each new one takes as long as a digest
+                positions = torch.arange(positions_of(max(sizes) // 8), device=words.device)
             digests.append(digest(words, positions))
             for name, tensor in unpacked(bucket, members):
                 self._loading = name
