@@ -8,7 +8,7 @@ A push of full weights, in order; each call answers when its phase is over on ev
     POST /finish_weight_update/  GroupCall -> SyncReport                 caches, version, resume
     POST /close_communicator/    GroupCall -> WeightStatus
 
-A LoRA adapter needs one call, and no group:
+A LoRA adapter needs one call, and no group (`world_size` 1):
 
     POST /load_adapter/?version=N&attempt=A   safetensors -> SyncReport
 
@@ -116,7 +116,8 @@ class InitCommunicator(Wire):
     """Form the weight group, and own the server.
 
     host, port: address on the server for the store of the rendezvous.
-    world_size: number of ranks: `senders` learner processes and all engine workers.
+    world_size: number of ranks: `senders` learner processes and all engine workers. 1: the learner
+        owns the server without a group, for adapters.
     senders: learner processes that send. Each has its own group with an equal share of the workers,
         in order: colocated processes send to the workers on their own GPUs.
     attempt: a new name for every call; it names the group.
@@ -129,7 +130,7 @@ class InitCommunicator(Wire):
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
-    world_size: int = Field(ge=2)
+    world_size: int = Field(ge=1)
     senders: int = Field(default=1, ge=1, le=MOST_RANK)
     attempt: str = Field(min_length=1)
     learner: str = ""

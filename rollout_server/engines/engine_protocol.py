@@ -202,9 +202,6 @@ class Engine(Protocol):
         EngineDead if the state of the memory is unknown.
         """
 
-    async def wake_weights(self) -> None:
-        """Restore the memory of the weights, for a push. Raises EngineDead."""
-
     # --- phases of a push
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
@@ -214,13 +211,13 @@ class Engine(Protocol):
         """
 
     async def leave_group(self) -> None: ...
-    async def start_update(self) -> None:
-        """Prepare the workers to load weights in the checkpoint's layout."""
+    async def start_weight_update(self) -> None:
+        """Restore the memory of the weights, and prepare to load the checkpoint's layout."""
 
-    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+    async def update_weights(self, parameters: Sequence[ParameterMeta]) -> None:
         """Receive and load the learner's weights; compare the digests of all buckets."""
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_weight_update(self, version: int) -> None:
         """Complete the load, drop all caches of the old weights, and set the new version."""
 
     async def load_adapter(self, adapter: Adapter) -> None:

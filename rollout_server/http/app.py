@@ -245,17 +245,17 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     @calls.post("/start_weight_update/", responses=problems)
     async def start_weight_update(request: Request, body: Start) -> WeightStatus:
         """Compare the manifest with the model, let running calls end, and pause."""
-        return await attended(request, pool.weights.start(body))
+        return await attended(request, pool.weights.start_weight_update(body))
 
     @calls.post("/update_weights/", responses=problems)
     async def update_weights(request: Request, body: Phase) -> WeightStatus:
         """Receive the parameters of the manifest over the weight group, and load them."""
-        return await attended(request, pool.weights.update(body))
+        return await attended(request, pool.weights.update_weights(body))
 
     @calls.post("/finish_weight_update/", responses=problems)
     async def finish_weight_update(request: Request, body: Phase) -> SyncReport:
         """Reset the caches, set the new version, and resume generation."""
-        report = await attended(request, pool.weights.finish(body))
+        report = await attended(request, pool.weights.finish_weight_update(body))
         pool.telemetry.count_push(report)
         return report
 
@@ -278,7 +278,7 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     @calls.post("/close_communicator/", responses=problems)
     async def close_communicator(request: Request, body: Phase) -> WeightStatus:
         """Leave the weight group, end a running push, and clear the owner of the server."""
-        return await attended(request, pool.weights.close(body))
+        return await attended(request, pool.weights.close_communicator(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(request: Request, body: Memory) -> WeightStatus:

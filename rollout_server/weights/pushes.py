@@ -1,18 +1,18 @@
 """The server's part of a push: its states and phases (section 5 of the contract).
 
-                  start                 finish
-    READY(v) ----------------> UPDATING -------> READY(v+1)
-                                   |
-                                   |  a phase failed, or its connection ended
-                                   v
-                              PUSH_NEEDED --- start, update, finish ---> READY(v+1)
+    init_communicator        the learner owns the server; the group is formed    (once)
+    start_weight_update      READY -> UPDATING: the manifest is checked; drain and pause
+    update_weights           the workers receive and load the buckets
+    finish_weight_update     UPDATING -> READY: caches, version, resume
+    close_communicator
 
-The phases have the names and the order of `learner.rollout.sync.push`. Each runs on all replicas at
-once, within the `timeout_s` of the group. From `start` to `finish` the engines are paused. `start`
-refuses a wrong manifest, and gives up if draining takes too long. Nothing has changed then. Any
-later failure ends the engines; they are rebuilt with the checkpoint's weights.
+The methods have the names of their routes, and of the methods of `learner.rollout.sync.push`. Each
+runs on all replicas at once, within the `timeout_s` of the group. A drain that fails is taken back,
+and nothing has changed. Any later failure, also the end of a call's connection, ends the engines:
+UPDATING -> PUSH_NEEDED. They are rebuilt with the checkpoint's weights, for the next full push.
 
-In READY the engines can `sleep`. `start` wakes the weights, and `finish` the KV cache.
+In READY the engines can `sleep`. `start_weight_update` wakes the weights, `finish_weight_update`
+the KV cache.
 """
 
 import asyncio
@@ -26,8 +26,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
@@ -69,6 +70,8 @@ PORT_FREE_S = 1.0
 OnEngine = Callable[[Engine], Coroutine[None, None, None]]
 Expected = Callable[[], Mapping[str, list[int]]]
 OpenStore = Callable[[InitCommunicator], Store]
+# The last phase of the running push.
+Progress = Literal["no push", "start", "transfer"]
 
 
 class Pushes:
@@ -105,13 +108,13 @@ class Pushes:
         self._longest_s = longest_s
         self._adapters = adapters
         self._open_store = open_store or open_tcp_store
-        self._update: StartWeightUpdate | None = None
+        self._update: StartWeightUpdate  # of the newest push
+        self._progress: Progress = "no push"
         self._seconds: dict[str, float] = {}
         self._formed = False  # whether the owner's group exists
         self._store: Store | None = None
         self._one_phase = asyncio.Lock()
         self._phase_limit: asyncio.Timeout | None = None  # of the running phase
-        self._end_reason: str | None = None  # of a phase that ends before its limit
         self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
         self._settled = asyncio.Event()
         self._settled.set()
@@ -129,27 +132,25 @@ class Pushes:
     # --- phases of a push
 
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
-        """Take the server over and form the weight group of the learner and all workers.
+        """Take the server over, and form the weight group of the learner and all workers.
 
         A running phase ends, and its push fails.
         """
         self._check_group(init)
         # Two calls that replace the same group are from one learner.
-        owner = self.owner
-        if init.replaces is not None and owner is not None and owner.replaces != init.replaces:
+        if init.replaces and self.owner is not None and self.owner.replaces != init.replaces:
             self._require_owner(init.replaces)
         init = init.model_copy(update={"timeout_s": min(init.timeout_s, self._longest_s)})
         self.owner = init
-        self._end_phase("a newer learner has taken the server over")
+        self._end_phase()
         async with self._phase("rendezvous", init.attempt):
-            if self.state == "UPDATING":
-                self._give_up("a newer learner has taken the server over")
+            await self._leave_group("a newer learner has taken the server over")
             await self._engines_ready()
-            await self._leave_group()
             try:
-                await self._form_group(init)
+                if init.world_size > 1:
+                    await self._form_group(init)
             except BaseException:
-                await self._leave_group()
+                await self._leave_group("the group was not formed")
                 raise
         return CommunicatorReady(
             weights_version=self.version,
@@ -159,18 +160,16 @@ class Pushes:
             dtype=self._engines.all()[0].dtype,
         )
 
-    async def start(self, body: StartWeightUpdate) -> WeightStatus:
+    async def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
         """Check the manifest, drain and pause every engine, and prepare the workers to load."""
-        async with self._phase("start", body.attempt):
+        async with self._phase("start", body.attempt, after="no push"):
             if not self._formed:
-                found = "a replica has left the weight group; /init_communicator/ comes first"
+                found = "no group with all replicas is formed; /init_communicator/ comes first"
                 raise refusal("weight-update-order", found, "start")
-            engines = self._engines.all()
             self._check_version(body.version)
             expected = await asyncio.to_thread(self._expected)
-            check_manifest(body.parameters, expected, engines[0].dtype)
-            before = self.state
-            self._update, self._seconds = body, {}
+            check_manifest(body.parameters, expected, self._engines.all()[0].dtype)
+            before, self._update, self._seconds = self.state, body, {}
             self._enter("UPDATING")
             with timed(self._seconds, "pause"):
                 try:
@@ -179,62 +178,55 @@ class Pushes:
                     self._enter(before)
                     await asyncio.gather(*(engine.resume() for engine in self._engines.alive()))
                     raise
-                async with self._breaking("start"):
-                    await self._on_all(lambda engine: engine.wake_weights())
-                    await self._on_all(lambda engine: engine.start_update())
+                await self._on_all(lambda engine: engine.start_weight_update())
+            self._progress = "start"
         return self.status
 
-    async def update(self, body: GroupCall) -> WeightStatus:
+    async def update_weights(self, body: GroupCall) -> WeightStatus:
         """Let the workers receive and load the weights while the learner sends them."""
-        async with self._phase("transfer", body.attempt):
-            update = self._require_update("transfer")
+        async with self._phase("transfer", body.attempt, after="start"):
             with timed(self._seconds, "transfer"):
-                async with self._breaking("transfer"):
-                    await self._on_all(lambda engine: engine.receive_weights(update.parameters))
+                parameters = self._update.parameters
+                await self._on_all(lambda engine: engine.update_weights(parameters))
+            self._progress = "transfer"
         return self.status
 
-    async def finish(self, body: GroupCall) -> SyncReport:
+    async def finish_weight_update(self, body: GroupCall) -> SyncReport:
         """Complete the load, drop the caches of the old weights, and resume."""
-        async with self._phase("finish", body.attempt):
-            update = self._require_update("finish")
-            if "transfer" not in self._seconds:
-                raise refusal("weight-update-order", "nothing was sent yet", "finish")
+        async with self._phase("finish", body.attempt, after="transfer"):
+            update = self._update
             with timed(self._seconds, "finish"):
-                async with self._breaking("finish"):
-                    await self._on_all(lambda engine: engine.finish_update(update.version))
-                    await self._on_all(lambda engine: engine.resume())
+                await self._on_all(lambda engine: engine.finish_weight_update(update.version))
+                await self._on_all(lambda engine: engine.resume())
             self.version = update.version
             self._enter("READY")
         size = sum(parameter.num_bytes for parameter in update.parameters)
         logger.info("weights %d: %d bytes, seconds %s", self.version, size, self._seconds)
         return SyncReport(status=self.status, seconds=self._seconds, bytes=size)
 
-    async def close(self, body: GroupCall) -> WeightStatus:
+    async def close_communicator(self, body: GroupCall) -> WeightStatus:
         """Leave the group, end a running phase, and clear the owner."""
         self._require_owner(body.attempt)
-        self._end_phase("the learner left the group")
+        self._end_phase()
         async with self._phase("close", body.attempt):
-            if self.state == "UPDATING":
-                self._give_up("the learner left in the middle of a push")
-            await self._leave_group()
+            await self._leave_group("the learner left in the middle of a push")
             self.owner = None
         return self.status
 
     async def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
-        """Answer with a LoRA adapter over the checkpoint's weights, without a pause.
+        """Answer with a LoRA adapter over the checkpoint's weights, without a pause or a group.
 
         content: safetensors of peft, with an `AdapterMeta` in their metadata.
         """
         seconds: dict[str, float] = {}
-        async with self._phase("adapter", attempt):
-            if self.state != "READY":
+        async with self._phase("adapter", attempt, after="no push"):
+            if self.state == "PUSH_NEEDED":
                 raise refusal("push-needed", "only full weights can follow a broken push", "state")
-            engines = self._engines.all()
             self._check_version(version)
             if self._adapters is None:
                 found = "the server takes no adapters; start it with --enable-lora"
                 raise refusal("adapter-refused", found, "adapter")
-            if not all(engine.holds_checkpoint for engine in engines):
+            if not all(engine.holds_checkpoint for engine in self._engines.all()):
                 found = "full weights were pushed: the weights under the adapter are gone"
                 raise refusal("adapter-refused", found, "adapter")
             with timed(seconds, "transfer"):
@@ -260,69 +252,72 @@ class Pushes:
         return await self._move_memory("/wake_up/", lambda engine: engine.resume())
 
     async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:
-        try:
-            async with asyncio.timeout(self._longest_s), self._one_phase:
-                if self.state != "READY":
-                    raise refusal("weight-update-order", f"the state is {self.state}", route)
-                await self._on_all(call)
-        except TimeoutError:
-            found = f"server: the engines were not done within {self._longest_s:g} s"
-            raise refusal("weight-transfer-timeout", found, route) from None
-        except EngineDead as error:
-            raise refusal("not-ready", f"server: {error}", route) from error
+        async with self._limited(self._longest_s, route), self._one_phase:
+            if self.state != "READY":
+                raise refusal("weight-update-order", f"the state is {self.state}", route)
+            await self._on_all(call)
         return self.status
 
     # --- one phase
 
     @asynccontextmanager
-    async def _phase(self, name: str, attempt: str) -> AsyncIterator[None]:
-        """Run a phase of the owner within its deadline; convert errors to problems.
+    async def _phase(
+        self, name: str, attempt: str, after: Progress | None = None
+    ) -> AsyncIterator[None]:
+        """Run a phase of the owner within its deadline; a failure in UPDATING breaks the push.
 
         The deadline includes the wait for an earlier phase, `/sleep/` or `/wake_up/`.
+        after: the phase that has to come before; None: any.
         """
         owner = self._require_owner(attempt)
         where = f"{name} at {owner.host}:{owner.port}"
-        found = f"an earlier call was not over within {owner.timeout_s:g} s"
-        try:
-            async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as limit, self._one_phase:
-                self._require_owner(attempt)
-                if self._idle_limit is not None:
-                    self._idle_limit.cancel()
-                self._end_reason, self._phase_limit = None, limit
-                try:
-                    yield
-                finally:
-                    found = self._end_reason or f"not over within {owner.timeout_s:g} s"
-                    self._phase_limit = None
-                    if self.state == "UPDATING":
-                        late, after = "the next phase did not come in time", owner.timeout_s
-                        loop = asyncio.get_running_loop()
-                        self._idle_limit = loop.call_later(after, self._give_up_idle, late)
-        except TimeoutError as error:
+        async with self._limited(owner.timeout_s, where, attempt) as limit, self._one_phase:
             self._require_owner(attempt)
-            raise refusal("weight-transfer-timeout", f"server: {found}", where) from error
+            if after not in (None, self._progress):
+                found = f"{name} follows {after}; the last phase is {self._progress} ({self.state})"
+                raise refusal("weight-update-order", found, name)
+            if self._idle_limit is not None:
+                self._idle_limit.cancel()
+            self._phase_limit = limit
+            try:
+                yield
+            except BaseException as error:
+                if self.state == "UPDATING":
+                    ended = "it ran out of time, or its connection ended"
+                    self._give_up(f"{name}: {str(error) or ended}")
+                raise
+            finally:
+                self._phase_limit = None
+                if self.state == "UPDATING":
+                    late, after_s = "the next phase did not come in time", owner.timeout_s
+                    loop = asyncio.get_running_loop()
+                    self._idle_limit = loop.call_later(after_s, self._give_up_idle, late)
+
+    @asynccontextmanager
+    async def _limited(
+        self, limit_s: float, where: str, attempt: str | None = None
+    ) -> AsyncIterator[asyncio.Timeout]:
+        """Limit the time of a block, and convert its errors to problems.
+
+        attempt: of the block's owner, whose successor is named if it ended the block.
+        """
+        try:
+            async with asyncio.timeout(limit_s + WORKER_MARGIN_S) as limit:
+                yield limit
+        except TimeoutError as error:
+            if attempt is not None:
+                self._require_owner(attempt)
+            found = f"server: it was ended, or was not over within {limit_s:g} s"
+            raise refusal("weight-transfer-timeout", found, where) from error
         except EngineDead as error:
             raise refusal("not-ready", f"server: {error}", where) from error
         except WeightPhaseFailed as error:
             raise refusal("weight-transfer-failed", f"server: {error}", where) from error
 
-    def _end_phase(self, reason: str) -> None:
+    def _end_phase(self) -> None:
         """End the running phase, unless it is ending."""
         if self._phase_limit is not None and not self._phase_limit.expired():
-            self._end_reason = reason
             self._phase_limit.reschedule(asyncio.get_running_loop().time())
-
-    @asynccontextmanager
-    async def _breaking(self, phase: str) -> AsyncIterator[None]:
-        """End the engines if the block fails or its connection ends."""
-        try:
-            yield
-        except BaseException as error:
-            reason = str(error) or type(error).__name__
-            if isinstance(error, asyncio.CancelledError):
-                reason = self._end_reason or "its time is over, or its connection ended"
-            self._give_up(f"{phase}: {reason}")
-            raise
 
     def _give_up(self, reason: str) -> None:
         """End a failed push and the engines, which are rebuilt."""
@@ -346,7 +341,7 @@ class Pushes:
         if state == "UPDATING":
             self._settled.clear()
         else:
-            self._update = None
+            self._progress = "no push"
             self._settled.set()
 
     async def _on_all(self, call: OnEngine) -> None:
@@ -394,15 +389,18 @@ class Pushes:
             where = f"rendezvous at {init.host}:{init.port}"
             raise refusal("weight-transfer-timeout", found, where) from None
 
-    async def _leave_group(self) -> None:
-        """Let all workers leave; end an engine whose worker does not answer.
+    async def _leave_group(self, reason: str) -> None:
+        """Let all workers leave; end a running push, for `reason`.
 
         The store closes first: this ends a worker that waits for other ranks.
         """
+        if self.state == "UPDATING":
+            self._give_up(reason)
         self._formed, self._store = False, None
         await asyncio.gather(*(self._leave(engine) for engine in self._engines.alive()))
 
     async def _leave(self, engine: Engine) -> None:
+        """Let the workers of an engine leave; end the engine if they do not answer."""
         try:
             async with asyncio.timeout(WORKER_MARGIN_S):
                 await engine.leave_group()
@@ -421,14 +419,9 @@ class Pushes:
             raise refusal("taken-over", found, "attempt")
         return self.owner
 
-    def _require_update(self, phase: str) -> StartWeightUpdate:
-        if self._update is None:
-            found = f"the state is {self.state}; /start_weight_update/ comes first"
-            raise refusal("weight-update-order", found, phase)
-        return self._update
-
     def _check_group(self, init: InitCommunicator) -> None:
-        if init.world_size != init.senders + self._workers or self._workers % init.senders:
+        whole = init.senders + self._workers
+        if init.world_size not in (1, whole) or self._workers % init.senders:
             found = (
                 f"is {init.world_size} with {init.senders} sender(s), and the server has "
                 f"{self._workers} engine worker(s)"
@@ -440,37 +433,28 @@ class Pushes:
 
     def _check_version(self, version: int) -> None:
         """Raise unless the version is new, or needed again (a rebuilt replica, a failed push)."""
-        if self.state == "UPDATING":
-            raise refusal("weight-update-order", "a push is in progress already", "version")
         behind = any(e.weights_version != self.version for e in self._engines.all())
         again = self.version > FIRST_VERSION and (behind or self.state == "PUSH_NEEDED")
-        if version < self.version + (not again):
-            found = f"version {version} does not come after the server's, {self.version}"
+        least, most = self.version + (not again), self.version + MOST_VERSION_STEP
+        if not least <= version <= most:
+            found = f"version {version} is not in {least} to {most}; the server has {self.version}"
             raise refusal("weight-update-order", found, "version")
-        if version > self.version + MOST_VERSION_STEP:
-            found = f"version {version} is more than {MOST_VERSION_STEP} after the server's, "
-            raise refusal("weight-update-order", f"{found}{self.version}", "version")
 
 
 def open_tcp_store(init: InitCommunicator) -> TCPStore:
     """Return a store on exactly `host:port`, which closes with the object; blocking.
 
-    Raises the `group-port-taken` problem for a used port, `invalid-request` for an address of
-    another machine, `weight-transfer-timeout` after `timeout_s`.
+    Raises the `group-port-taken` problem for a used port, and `invalid-request` for an address of
+    another machine.
     """
-    listener = _listen(init)
-    try:
-        store = TCPStore(
-            init.host,
-            init.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=init.timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-    except DistError:
-        found = f"server: no store at {init.host}:{init.port} within {init.timeout_s:g} s"
-        raise refusal("weight-transfer-timeout", found, "timeout_s") from None
+    store = TCPStore(
+        init.host,
+        init.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=init.timeout_s),
+        master_listen_fd=_listen(init).detach(),
+    )
     store.set(attempt_key(init.attempt), "")
     return store
 

@@ -161,9 +161,6 @@ class ScriptedEngine:
         await self._do("sleep")
         self._fell_asleep.set()
 
-    async def wake_weights(self) -> None:
-        await self._do("wake_weights")
-
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
         self.joined.append((init, first_worker))
         await self._do("join_group")
@@ -171,15 +168,15 @@ class ScriptedEngine:
     async def leave_group(self) -> None:
         await self._do("leave_group")
 
-    async def start_update(self) -> None:
-        await self._do("start_update")
+    async def start_weight_update(self) -> None:
+        await self._do("start_weight_update")
 
-    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+    async def update_weights(self, parameters: Sequence[ParameterMeta]) -> None:
         self.holds_checkpoint = False
-        await self._do("receive_weights")
+        await self._do("update_weights")
 
-    async def finish_update(self, version: int) -> None:
-        await self._do("finish_update")
+    async def finish_weight_update(self, version: int) -> None:
+        await self._do("finish_weight_update")
         self.weights_version = version
 
     async def load_adapter(self, adapter: Adapter) -> None:

@@ -23,7 +23,7 @@ def build(settings, index):
         async def pause(self):
             await self._llm.pause_generation(mode="wait", clear_cache=False)
 
-        async def finish_update(self, version):
+        async def finish_weight_update(self, version):
             await self._llm.finish_weight_update()
             await self._llm.update_weight_version(str(version))
             self.weights_version = version

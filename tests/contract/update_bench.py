@@ -135,13 +135,13 @@ class Bench:
 
     async def start(self, version: int) -> None:
         body = StartWeightUpdate(attempt=self.attempt, version=version, parameters=[PARAMETER])
-        await self.pushes.start(body)
+        await self.pushes.start_weight_update(body)
 
     async def update(self) -> None:
-        await self.pushes.update(GroupCall(attempt=self.attempt))
+        await self.pushes.update_weights(GroupCall(attempt=self.attempt))
 
     async def finish(self) -> SyncReport:
-        return await self.pushes.finish(GroupCall(attempt=self.attempt))
+        return await self.pushes.finish_weight_update(GroupCall(attempt=self.attempt))
 
     async def push(self, version: int) -> SyncReport:
         await self.start(version)

@@ -269,9 +269,6 @@ class VllmEngine:
             await self._move_memory(self._llm.sleep(level=1, mode="abort"))
             self._released = {WEIGHTS, KV_CACHE}
 
-    async def wake_weights(self) -> None:
-        await self._wake_up(WEIGHTS)
-
     async def _wake_up(self, *tags: str) -> None:
         if due := [tag for tag in tags if tag in self._released]:
             await self._move_memory(self._llm.wake_up(due))
@@ -305,16 +302,17 @@ class VllmEngine:
     async def leave_group(self) -> None:
         await self._worker_call(self._llm.shutdown_weight_transfer_engine())
 
-    async def start_update(self) -> None:
+    async def start_weight_update(self) -> None:
+        await self._wake_up(WEIGHTS)
         await self._worker_call(self._llm.start_weight_update())
 
-    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+    async def update_weights(self, parameters: Sequence[ParameterMeta]) -> None:
         self.holds_checkpoint = False
         plain = [parameter.model_dump() for parameter in parameters]
         request = WeightTransferUpdateRequest({"parameters": plain})
         await self._worker_call(self._llm.update_weights(request))
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_weight_update(self, version: int) -> None:
         await self._worker_call(self._llm.finish_weight_update())
         await self._reached(self._llm.reset_mm_cache())
         await self._reached(self._llm.reset_encoder_cache())
