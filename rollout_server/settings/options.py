@@ -30,6 +30,14 @@ from shared_contracts.weights import Transport
 # copy, and the copy of the model's processor.
 BYTES_PER_PIXEL = 20
 
+# Options of earlier versions, with their types and what takes their place.
+REMOVED: dict[str, tuple[type, str]] = {
+    "allow_media_urls": (bool, "Name the hosts with --allowed-media-host"),
+    "max_bodies_mib": (float, "Limit bodies in a proxy, as in deploy/nginx.conf"),
+    "max_connections": (int, "Limit connections in a proxy, as in deploy/nginx.conf"),
+    "model_runner": (str, "Leave it out: the repeat guard selects vLLM's runner V1"),
+}
+
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -64,10 +72,8 @@ class ServerSettings(StrictModel):
     max_images_per_request: Count = Field(default=16, description="most images of a request")
     allowed_media_dirs: tuple[AnyPath, ...] = Field(default=(), strict=False)
     """folder that image paths may point into"""
-    allow_media_urls: bool = False
-    """fetch images by http(s) URL, from `allowed_media_hosts` only"""
     allowed_media_hosts: Names = ()
-    """host of image URLs: `name`, or `name:port` of another port"""
+    """host from which images are fetched by http(s) URL: `name`, or `name:port` of another port"""
     max_image_mib: Positive = Field(default=32.0, description="largest image file, MiB")
     # Pillow's own limit.
     max_image_megapixels: float = Field(default=64.0, gt=0.0, le=178.0)
@@ -104,7 +110,11 @@ class ServerSettings(StrictModel):
     _merged: Path | None = PrivateAttr(default=None)
 
     def disagreements(self) -> Iterator[Refusal]:
-        yield from self._of_media()
+        needed = math.ceil(self.max_image_megapixels * 10**6 * BYTES_PER_PIXEL / 2**20)
+        if self.max_decoded_mib < needed:
+            found = f"{self.max_decoded_mib:g} are too few for one image of max_image_megapixels"
+            do = f"Give at least {needed}, or allow smaller images"
+            yield Refusal(found, do, "max_decoded_mib")
         if self.device == "gpu":
             yield from self._of_gpus()
             return
@@ -114,19 +124,6 @@ class ServerSettings(StrictModel):
             yield Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
         if self.distributed_executor_backend == "ray":
             yield Refusal("device is cpu", "Leave it out", "distributed_executor_backend")
-
-    def _of_media(self) -> Iterator[Refusal]:
-        if self.allowed_media_hosts and not self.allow_media_urls:
-            do = "Give --allow-media-urls, or leave it out"
-            yield Refusal("no URL is fetched", do, "allowed_media_hosts")
-        if self.allow_media_urls and not self.allowed_media_hosts:
-            do = "Name hosts with --allowed-media-host"
-            yield Refusal("no host is listed", do, "allow_media_urls")
-        needed = math.ceil(self.max_image_megapixels * 10**6 * BYTES_PER_PIXEL / 2**20)
-        if self.max_decoded_mib < needed:
-            found = f"{self.max_decoded_mib:g} are too few for one image of max_image_megapixels"
-            do = f"Give at least {needed}, or allow smaller images"
-            yield Refusal(found, do, "max_decoded_mib")
 
     def _of_gpus(self) -> Iterator[Refusal]:
         if self.distributed_executor_backend == "ray":
@@ -188,6 +185,12 @@ def load_settings(
     """
     from_file = read_yaml(config, "--config") if config is not None else {}
     given = from_file | {name: value for name, value in options.items() if value is not None}
+    if removed := [
+        ContractError(name, "this option was removed", do)
+        for name, (_, do) in REMOVED.items()
+        if name in given
+    ]:
+        raise ContractErrors(removed)
     if run_config is not None:
         given = run_settings(run_config, given) | given
     environment = repeat_config_from_environment(environ)

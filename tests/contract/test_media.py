@@ -302,7 +302,7 @@ def web() -> Iterator[str]:
 
 
 def listing(*hosts: str) -> dict[str, Any]:
-    return {"allow_media_urls": True, "allowed_media_hosts": hosts}
+    return {"allowed_media_hosts": hosts}
 
 
 @pytest.mark.req("WIRE-04")
