@@ -184,8 +184,8 @@ def listed_url(source: ImageSource, hosts: Sequence[str]) -> httpx.URL:
     host = url.netloc.decode("ascii")  # without a default port
     if url.userinfo or host not in map(str.lower, hosts):
         raise source.fault(
-            f"the server fetches no image from {host[:253]!r} (--allowed-media-host), and none with a "
-            "user name; send a data URL or a path"
+            f"the server fetches no image from {host[:253]!r} (--allowed-media-host) "
+            "and none with a user name; send a data URL or a path"
         )
     return url
 
