@@ -17,7 +17,8 @@ from learner.models.prompts import EncodedPrompt
 from learner.objectives.logit_stats import ForwardStats, Reader, Selection, Supervision
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.rollout.client import RolloutClient
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
+from learner.rollout.sync.push import WeightPusher
 from learner.training.channels import ChannelA, ChannelB
 from learner.types import AssessedRollout, Channel, RolloutOutput, Sample, Target
 from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
@@ -27,8 +28,8 @@ ANSWER_TOKENS = 300
 TIMEOUT_S = 60.0
 
 
-class FixedPushes:
-    """A weight channel whose pushes cost nothing; every server takes every version."""
+class FixedPushes(WeightPusher):
+    """A pusher whose pushes cost nothing; every server takes every version."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._epoch = client.info().server_epoch
@@ -58,13 +59,13 @@ class FixedPushes:
 @contextmanager
 def fixed_servers(
     count: int, seconds: float, sequences: int, folder: Path, sigma: float = 0.0
-) -> Iterator[ServerBackend]:
+) -> Iterator[ServerPool]:
     """A backend over `count` servers that decode `sequences` at once, each in `answer_s`."""
     args = list(map(str, [count, seconds, sigma, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
     peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
     with peer:
         clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.read_line())]
-        backend = ServerBackend(clients, [FixedPushes(c) for c in clients], sequences)
+        backend = ServerPool(clients, [FixedPushes(c) for c in clients], sequences)
         backend.connect()
         backend.push_weights(1)
         yield backend

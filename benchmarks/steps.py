@@ -37,7 +37,7 @@ from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.training.recipes import Recipe
 from learner.training.step import PlainAccelerator, StepRunner
 from learner.types import RolloutOutput
@@ -89,7 +89,7 @@ def in_parts(bench: Bench) -> list[Result]:
 class AtTheEnd(RolloutBackend):
     """Another backend without its stream: a step learns when all answers are there."""
 
-    def __init__(self, backend: ServerBackend) -> None:
+    def __init__(self, backend: ServerPool) -> None:
         super().__init__(backend.journal)
         self.version = backend.version
         self._backend = backend

@@ -94,7 +94,7 @@ def load_model(checkpoint: Path) -> Any:
 
 def push(transport: Transport, bench: PushBench) -> list[Result]:
     source = SyncMode.of(load_model(bench.checkpoint), "full", fallback_to_full=False)
-    size = sum(parameter.num_bytes for parameter in source.current().metadata("float32"))
+    size = sum(parameter.num_bytes for parameter in source.full.metadata("float32"))
     with (
         bench.pusher(source, transport, weight_transport=transport) as ours,
         bench.raw_broadcast(size) as raw,
@@ -134,7 +134,8 @@ def python(bench: PushBench) -> list[Result]:
 def adapter(bench: PushBench) -> list[Result]:
     config = LoraConfig(r=RANK, target_modules="all-linear")
     mode = SyncMode.of(get_peft_model(load_model(bench.checkpoint), config), "adapter", False)
-    size = sum(each.num_bytes for each in mode.current().metadata("float32"))
+    assert mode.adapter is not None
+    size = len(mode.adapter.safetensors("float32"))
     with bench.pusher(mode, "gloo", enable_lora=True) as ours:
         found = [1000 * ours(version)["total"] for version in range(1, bench.rounds + 2)][1:]
     name, detail = f"push of an adapter of rank {RANK}", f"{size / 1e6:.1f} MB"

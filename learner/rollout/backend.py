@@ -1,14 +1,14 @@
 """The interface between the trainer and what generates answers (ARCH-03), and its journal.
 
 backend  -> call(), push(), lost(), split()     while it happens, from any thread
-step     -> take()                              after the rollouts; the next page is empty
+step     -> take()                              after the rollouts; then it is empty
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from learner.runs.declared import SYNC_PHASES
 from learner.runs.metrics import Payload
@@ -16,7 +16,7 @@ from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.weights import CommunicatorReady, SyncReport
+from shared_contracts.weights import SyncReport
 
 
 class PushNeeded(RunError):
@@ -37,24 +37,6 @@ class WeightsVersion:
     def record(self, version: int) -> None:
         """Note that a push of `version` has succeeded."""
         self.newest = self.pushed = version
-
-
-class WeightChannel(Protocol):
-    """Puts the training weights into one server, as `WeightPusher` does."""
-
-    def connect(self) -> CommunicatorReady: ...
-    def push(self, version: int) -> SyncReport: ...
-    def abandon(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class SyncState(Protocol):
-    """mode: what is pushed now. fallback: why that is no longer the adapter, if it was."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def fallback(self) -> str | None: ...
 
 
 ANSWERED = "answered"
@@ -78,24 +60,61 @@ class Call:
     outcome: str
 
 
-@dataclass
-class _Page:
-    """The notes since the last page.
+# The mode of the pushes, and why it is no longer the adapter, if it was.
+SyncState = Callable[[], tuple[str | None, str | None]]
 
-    pushes: (server, whether it had been lost, report), each push that a server accepted.
-    lost: (server, reason), each time a server was lost.
-    splits: (server, first request, count) of requests taken over from another server.
-    probe_s: seconds of a proof of effect, if there was one.
+
+class Journal:
+    """Notes of one backend until `take`; calls of several threads may come at once.
+
+    servers: with their group ports; None where the learner generates by itself: then there
+        are calls to log, and nothing of servers to count.
+    sync: of the pushes to them.
+    healthy: servers that can be used now.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    pushes: list[tuple[str, bool, SyncReport]] = field(default_factory=list)
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    splits: list[tuple[str, int, int]] = field(default_factory=list)
-    probe_s: float | None = None
+    def __init__(
+        self,
+        servers: Sequence[ServerAddress] | None = (),
+        sync: SyncState = lambda: (None, None),
+    ) -> None:
+        self.healthy = len(servers or ())
+        self._servers = servers
+        self._sync = sync
+        self._begin()
 
-    def record(self) -> dict[str, Any]:
-        """Return it as a line of the log."""
+    def _begin(self) -> None:
+        self._calls: list[Call] = []
+        self._pushes: list[tuple[str, bool, SyncReport]] = []
+        self._lost: list[tuple[str, str]] = []
+        self._splits: list[tuple[str, int, int]] = []
+        self._probe_s: float | None = None
+
+    @property
+    def answered(self) -> int:
+        """Requests that were answered since the last `take`."""
+        return sum(call.count for call in self._calls if call.outcome == ANSWERED)
+
+    def call(self, call: Call) -> None:
+        self._calls.append(call)
+
+    def push(self, server: str, again: bool, report: SyncReport) -> None:
+        """Note a push that a server accepted. again: the server had been lost."""
+        self._pushes.append((server, again, report))
+
+    def probe(self, seconds: float) -> None:
+        self._probe_s = seconds + (self._probe_s or 0.0)
+
+    def lost(self, server: str, reason: str) -> None:
+        self._lost.append((server, reason))
+
+    def split(self, server: str, part: range) -> None:
+        """Note requests that a server takes over from another one."""
+        self._splits.append((server, part.start, len(part)))
+
+    def take(self) -> tuple[dict[str, Any], Payload]:
+        """Return the notes as a line of the log and as metrics, and forget them."""
+        mode, fallback = self._sync()
         pushes = [
             {
                 "server": server,
@@ -104,12 +123,23 @@ class _Page:
                 "seconds": report.seconds,
                 "bytes": report.bytes,
             }
-            for server, again, report in self.pushes
+            for server, again, report in self._pushes
         ]
-        calls = [asdict(call) for call in self.calls]
-        return {"pushes": pushes, "lost": self.lost, "splits": self.splits, "calls": calls}
+        record = {
+            "servers": [server.model_dump() for server in self._servers or ()],
+            "servers_healthy": self.healthy,
+            "sync_mode": mode,
+            "sync_fallback": fallback,
+            "pushes": pushes,
+            "lost": self._lost,
+            "splits": self._splits,
+            "calls": [asdict(call) for call in self._calls],
+        }
+        payload = Payload() if self._servers is None else self._payload(fallback is not None)
+        self._begin()
+        return record, payload
 
-    def payload(self) -> Payload:
+    def _payload(self, fell_back: bool) -> Payload:
         """Return counts, and seconds, bytes and GB/s of the slowest push (SYNC-10).
 
         A phase of another server version is in the log alone.
@@ -117,19 +147,18 @@ class _Page:
         payload = Payload()
         payload.add(
             {
-                "rollout/retries": sum(call.attempt > 1 for call in self.calls),
-                "rollout/splits": len(self.splits),
-                "rollout/servers_lost": len(self.lost),
-                "sync/pushes": len(self.pushes),
-                "sync/repushes": sum(again for _, again, _ in self.pushes),
+                "rollout/retries": sum(call.attempt > 1 for call in self._calls),
+                "rollout/splits": len(self._splits),
+                "rollout/servers_lost": len(self._lost),
+                "sync/pushes": len(self._pushes),
+                "sync/repushes": sum(again for _, again, _ in self._pushes),
             }
         )
-        if self.probe_s is not None:
-            payload.note({"sync/probe_s": self.probe_s})
-        if self.pushes:
-            slowest = max(
-                (r for _, _, r in self.pushes), key=lambda report: report.seconds["total"]
-            )
+        payload.note({"rollout/servers_healthy": self.healthy, "sync/fell_back": fell_back})
+        if self._probe_s is not None:
+            payload.note({"sync/probe_s": self._probe_s})
+        if self._pushes:
+            slowest = max((each for _, _, each in self._pushes), key=lambda r: r.seconds["total"])
             seconds = slowest.seconds
             payload.note(
                 {f"sync/{name}_s": seconds[name] for name in SYNC_PHASES if name in seconds}
@@ -137,64 +166,6 @@ class _Page:
             payload.note({"sync/bytes": slowest.bytes})
             payload.rate({"sync/gb_per_s": (slowest.bytes / 1e9, seconds["transfer"])})
         return payload
-
-
-class Journal:
-    """Notes of one backend, page by page; calls of several threads may come at once.
-
-    servers: with their group ports; None where the learner generates by itself: then there
-        are calls to log, and nothing of servers to count.
-    sync: how weights are pushed to them.
-    healthy: servers that can be used now.
-    """
-
-    def __init__(
-        self, servers: Sequence[ServerAddress] | None = (), sync: SyncState | None = None
-    ) -> None:
-        self.healthy = len(servers or ())
-        self._servers = servers
-        self._sync = sync
-        self._page = _Page()
-
-    @property
-    def answered(self) -> int:
-        """Requests that were answered since the last page."""
-        return sum(call.count for call in self._page.calls if call.outcome == ANSWERED)
-
-    def call(self, call: Call) -> None:
-        self._page.calls.append(call)
-
-    def push(self, server: str, again: bool, report: SyncReport) -> None:
-        """Note a push that a server accepted. again: the server had been lost."""
-        self._page.pushes.append((server, again, report))
-
-    def probe(self, seconds: float) -> None:
-        self._page.probe_s = seconds + (self._page.probe_s or 0.0)
-
-    def lost(self, server: str, reason: str) -> None:
-        self._page.lost.append((server, reason))
-
-    def split(self, server: str, part: range) -> None:
-        self._page.splits.append((server, part.start, len(part)))
-
-    def take(self) -> tuple[dict[str, Any], Payload]:
-        """Return the page as a line of the log and as metrics, and begin an empty one."""
-        page, self._page = self._page, _Page()
-        fallback = None if self._sync is None else self._sync.fallback
-        record = {
-            "servers": [server.model_dump() for server in self._servers or ()],
-            "servers_healthy": self.healthy,
-            "sync_mode": None if self._sync is None else self._sync.mode,
-            "sync_fallback": fallback,
-            **page.record(),
-        }
-        if self._servers is None:
-            return record, Payload()
-        payload = page.payload()
-        payload.note(
-            {"rollout/servers_healthy": self.healthy, "sync/fell_back": fallback is not None}
-        )
-        return record, payload
 
 
 class RolloutBackend(ABC):

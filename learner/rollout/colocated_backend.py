@@ -15,7 +15,7 @@ from typing import TypeVar
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.client import RolloutClient
-from learner.rollout.server import Answers, ServerBackend
+from learner.rollout.server_pool import Answers, ServerPool
 from learner.rollout.server_process import SupervisedServer
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
@@ -34,7 +34,7 @@ class ColocatedBackend(RolloutBackend):
 
     def __init__(
         self,
-        servers: ServerBackend,
+        servers: ServerPool,
         own: SupervisedServer | None,
         room: Callable[[], AbstractContextManager[None]],
         memory: RolloutClient | None = None,

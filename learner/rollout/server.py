@@ -1,344 +1,376 @@
-"""The `server` backend: rollouts from servers reached by URL.
+"""One rollout server: calls with retries, whether it is usable, pushes to it (DIST-05, SYNC-07).
 
-push_weights         process 0 pushes to every available server; at least one must take the push
-rollout, stream      reconnect lost servers -> Dispatch over the usable ones
-repush_restarted     process 0, while it waits for others: pushes again to restarted servers
-
-All learner processes call the servers. Process 0 alone pushes, and the others adopt its report of
-every server (SYNC-08).
+usable --- an answer fails for good, or shows another epoch ---> lost
+   ^                                                              |
+   +--- process 0 pushes its weights again; the other processes reconnect
 """
 
+import logging
+import random
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import TypeVar
 
-from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
-from learner.rollout.answers import output_of
-from learner.rollout.backend import Journal, PushNeeded, RolloutBackend, WeightChannel
-from learner.rollout.client import RolloutClient
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_exponential,
+)
+
+from learner.rollout.backend import ANSWERED, Call, Journal
+from learner.rollout.client import (
+    SERVER_ERRORS,
+    OtherWeights,
+    RolloutClient,
+    TooManyCalls,
+    may_be_of_a_proxy,
+    may_pass,
+    needs_push,
+)
 from learner.rollout.clock import CLOCK, Clock
-from learner.rollout.dispatch import Dispatch, ServerPool
-from learner.rollout.distribution import part_size, rank_chunk_size
-from learner.rollout.parallel_calls import in_parallel
-from learner.rollout.server_handle import Differences, ServerHandle
-from learner.rollout.sync.probe import ProofOfEffect, probe_call
-from learner.rollout.sync.shared_push import SharedPush
-from learner.types import RolloutOutput
-from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
-from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
+from learner.rollout.sync.push import WeightPusher
+from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
+from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.server_info import Info
+from shared_contracts.weights import DtypeName, SyncReport
 
-T = TypeVar("T")
-# Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
-Answers = list[tuple[str, DtypeName, list[str]]]
+_LOG = logging.getLogger(__name__)
 
-# `repush_restarted` takes at most one part in so many of the time: checking a server that is cut
-# off takes seconds.
-_CHECKED_FRACTION = 6
+# What a server has otherwise than this run needs: of its URL and its `/info/`.
+Differences = Callable[[str, Info], Iterable[ContractError]]
+
+# Of one call at one server, before the server is lost.
+ATTEMPTS = 4
+_BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
+_LONGEST_PAUSE_S = 60.0
+_JITTER = random.Random()  # the global generator belongs to the training
+_PROXY = (
+    ". If every attempt ends after the same time, a proxy ends long calls: raise its read timeout; "
+    "or lower rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "
+    "server's own address in rollout_matching.vllm.server.servers[].base_url"
+)
+# Samples that an error names.
+_NAMED = 5
+# Pause after a failed repeated push: doubled each time.
+FIRST_REST_S = 5.0
+_LONGEST_REST_S = 300.0
+_REFUSED = 422
+_RESTARTED = "the server or one of its replicas was restarted"
 
 
-class ServerBackend(RolloutBackend):
-    """A backend that spreads rollouts over servers and keeps their order and seeds.
+@dataclass
+class RequestPart:
+    """Consecutive requests of a rollout. tried: attempts so far, at all servers."""
 
-    After a push every answer must be of these weights. A lost server is left out. It is checked
-    before every push and rollout, less and less often if it cannot take pushes. If no server is
-    usable, the backend waits for one (`ServerPool.wait_for`).
+    requests: range
+    tried: int = 0
 
-    clients: one per server, in the order of `servers[]`.
-    channels: one per server in process 0, and none in the others.
-    decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
-    journal: gets notes of every call and push.
+
+class ServerLost(RunError):
+    """A server that cannot answer now, also after retries; another one may."""
+
+
+class Server:
+    """A server. One thread may call it while another one reconnects it.
+
+    pusher: of the weights; None in every process but process 0. Only one thread pushes.
     differences: checked before a lost server is used again.
-    peers: the learner processes, each with a backend over the same servers.
-    gather: called in each process before a push if the weights are sharded; with the dtype of the
-        servers' weights.
-    shared: pushes to the one server by all processes; after a failure process 0 pushes alone.
-    proof: decides which pushes are proven, and how; None: none is.
-    clock: of pauses and waits.
+    clock: of the pauses between attempts.
+
+    url: its name in logs. world_size: its engine workers. dtype: of its weights.
+    epoch: of its process and replicas, when it was used last.
+    lost: the reason; None: it is usable.
+    unproven: it was pushed to again, or missed a proof of effect, and no proof followed.
+    problem: the kind of problem that the newest check of a lost server found, or empty.
     """
 
-    streams = True
+    dtype: DtypeName = "float32"
+    unproven = False
 
     def __init__(
         self,
-        clients: Sequence[RolloutClient],
-        channels: Sequence[WeightChannel],
-        decode_batch_size: int,
-        journal: Journal | None = None,
+        client: RolloutClient,
+        journal: Journal,
+        pusher: WeightPusher | None = None,
         differences: Differences | None = None,
-        peers: Peers = SINGLE_PROCESS,
-        gather: Callable[[DtypeName], None] | None = None,
-        proof: ProofOfEffect | None = None,
-        shared: SharedPush | None = None,
         clock: Clock = CLOCK,
     ) -> None:
-        super().__init__(journal)
-        self._dtype: DtypeName = "float32"
-        self._gather = gather
-        self._proof = proof
-        self._shared = shared
-        self._peers = peers
-        self._is_leader = peers.rank == 0
-        own = channels if self._is_leader else [None] * len(clients)
-        self._servers = [
-            ServerHandle(client, self.journal, channel, differences, clock)
-            for client, channel in zip(clients, own, strict=True)
-        ]
-        timeout_s = max(client.timeout_s for client in clients)
-        self._pool = ServerPool(
-            self._servers, decode_batch_size, timeout_s, self.journal, peers, clock
-        )
+        self.url = client.base_url
+        self.world_size = client.world_size()
+        self.epoch: str | None = None
+        self.lost: str | None = None
+        self.problem = ""
+        self._client = client
+        self._journal = journal
+        self._pusher = pusher
+        self._differences = differences
         self._clock = clock
-        self._dispatches: set[Dispatch] = set()
-        self._pushing = threading.Lock()  # one thread at a time pushes
-        self._no_check_until = 0.0
-
-    @property
-    def round_size(self) -> int:
-        """The most requests of this process at once (DIST-04)."""
-        sizes = [server.world_size for server in self._servers]
-        return rank_chunk_size(self._pool.decode_batch_size, sizes, self._peers.count)
+        self._rest_s = self._rests_until = 0.0
+        self._losing = threading.Lock()
 
     def close(self) -> None:
-        """Give up running requests of all threads, and leave the servers."""
-        for dispatch in tuple(self._dispatches):
-            dispatch.give_up()
-        if self._shared is not None:
-            self._shared.close()
-        for server in self._servers:
-            server.close()
+        if self._pusher is not None:
+            self._pusher.close()
+        self._client.close()
 
-    # --- pushes
+    # --- answers
 
-    def connect(self) -> int:
-        """Form the weight group with every server; return their newest weights version.
+    def answer(
+        self, call: InferCall, part: RequestPart, given_up: threading.Event
+    ) -> list[RolloutEnvelope]:
+        """Return one envelope per request of `part`, and count the attempts in it.
 
-        Every process calls it. Raises ContractError if the versions of the servers are too far
-        apart for a common next push.
-        """
-        self.version.newest, self._dtype = self._by_leader(self._connect)
-        return self.version.newest
-
-    def _connect(self) -> tuple[int, DtypeName]:
-        """Return the newest version of the servers, and the dtype of their weights.
-
-        Servers of several dtypes get weights that are gathered in float32, and cast for each.
-        """
-        versions = in_parallel([server.connect for server in self._servers])
-        newest, oldest = max(versions), min(versions)
-        if newest - oldest > MOST_VERSION_STEP:  # the others would refuse the next push
-            raise ContractError(
-                f"POST {self._servers[versions.index(newest)].url}/init_communicator/",
-                f"weights_version is {newest}, and another server of the run has {oldest}",
-                "Restart that server, or remove it from rollout_matching.vllm.server.servers",
-            )
-        dtypes = {server.dtype for server in self._servers}
-        return newest, dtypes.pop() if len(dtypes) == 1 else "float32"
-
-    def push_weights(self, version: int) -> None:
-        """Push to all servers at the same time; one that fails is lost.
-
-        Every process calls it, and none returns before all of them have its outcome. If all
-        servers fail, process 0 waits for them and pushes once more.
+        given_up: set when the answer is no longer needed; ends the call and its retries.
 
         Raises:
-            RunError: no server took the push, or one computes with other weights; in every process.
+            ServerLost: every attempt failed, or the server needs a push; or it was given up.
+            RunError, ContractError: what would fail at any server.
         """
-        self.prove(self.push_and_ask(version))
+        epoch = self.epoch
+        retrying = Retrying(
+            retry=retry_if_exception(may_pass),
+            stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(given_up),
+            wait=_pause_s,
+            sleep=self._clock.sleep,
+            reraise=True,
+        )
+        try:
+            for attempt in retrying:
+                with attempt:
+                    if given_up.is_set():
+                        raise ServerLost("the call was given up")
+                    epoch = self.epoch
+                    envelopes = self._try(call, part, epoch, given_up)
+        except SERVER_ERRORS as error:
+            if may_pass(error) or needs_push(error) or self._was_restarted(error, epoch):
+                reason = f"{error}{_PROXY if may_be_of_a_proxy(error) else ''}"
+                if not given_up.is_set():
+                    self.lose(reason, epoch)
+                raise ServerLost(reason) from error
+            if isinstance(error, ProblemError) and error.problem.errors:
+                raise ProblemError(_named(error.problem, call)) from error
+            raise
+        if epoch is not None and {each.coordexp.server_epoch for each in envelopes} != {epoch}:
+            self.lose(_RESTARTED, epoch)
+        return envelopes
 
-    def push_and_ask(self, version: int) -> Answers:
-        """Push as `push_weights`; return the answers for `prove`, of each usable server if due.
+    def _try(
+        self, call: InferCall, part: RequestPart, epoch: str | None, given_up: threading.Event
+    ) -> list[RolloutEnvelope]:
+        """Make one attempt and log it."""
+        config, first, count = call.request_config, part.requests.start, len(part.requests)
+        seed = None if config is None else config.seed
+        part.tried += 1
+        logged = partial(Call, self.url, first, count, seed, part.tried)
+        try:
+            envelopes = self._client.infer(call, epoch, given_up)
+        except SERVER_ERRORS as error:
+            self._journal.call(logged(str(error)))
+            raise
+        self._journal.call(logged(ANSWERED))
+        return envelopes
 
-        Process 0 asks. A server that was pushed to again meanwhile makes the next proof due.
+    def _was_restarted(self, error: BaseException, epoch: str | None) -> bool:
+        """Return whether other weights come from a restart, not from another learner.
+
+        epoch: of the server when the call began; it may be reconnected by now.
         """
-        self._peers.all_gather(lambda: None)  # every process has its answers of the old weights
-        if not self._push_shared(version):
-            if self._gather is not None:
-                self._gather(self._dtype)
-            self.version.record(self._by_leader(partial(self._push, version)))
+        if not isinstance(error, OtherWeights):
+            return False
+        try:
+            return self._client.live().server_epoch != epoch
+        except SERVER_ERRORS:
+            return True
 
-        def ask() -> Answers:
-            call, servers = probe_call(version), self._pool.usable()
-            unproven = any(server.unproven for server in servers)
-            if self._proof is None or not self._proof.is_due(unproven):
-                return []
-            for server in self._servers:
-                server.unproven = True
-            answers = in_parallel([partial(server.ask, call) for server in servers])
-            return [
-                (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
-                for server, envelopes in zip(servers, answers, strict=True)
-                if envelopes
-            ]
-
-        began = self._clock()
-        answers = broadcast_from_rank0(self._peers, ask)
-        if answers:
-            self.journal.probe(self._clock() - began)
+    def ask(self, call: InferCall) -> list[RolloutEnvelope]:
+        """Return the answers to the call of a proof, or nothing if the server is lost by it."""
+        try:
+            answers = self._client.infer(call, self.epoch)
+        except SERVER_ERRORS as error:
+            self.lose(str(error))
+            return []
+        self.unproven = False
         return answers
 
-    def prove(self, answers: Answers) -> None:
-        """Compare answers with the forward of the trainer's model, in every process.
+    # --- lost and usable again
 
-        A sharded model computes in all of them. Raises WeightsDiffer.
+    def lose(self, reason: str, epoch: str | None = None) -> None:
+        """Mark it as lost.
+
+        epoch: when the failed call began; ignored if the server was lost or restarted since.
         """
-        if not answers:
-            return
-        began = self._clock()
-        for url, dtype, texts in answers:
-            assert self._proof is not None
-            envelopes = [RolloutEnvelope.model_validate_json(text) for text in texts]
-            self._proof.check(url, envelopes, dtype)
-        self.journal.probe(self._clock() - began)
-        self._peers.all_gather(lambda: None)
+        with self._losing:
+            if epoch is not None and (self.lost is not None or epoch != self.epoch):
+                return
+            if self.lost is None:
+                _LOG.warning("rollout server %s is lost: %s", self.url, reason)
+                self._journal.lost(self.url, reason)
+            elif self.lost != reason:
+                _LOG.warning("rollout server %s stays lost: %s", self.url, reason)
+            self.lost = reason
+            if self._pusher is not None:
+                self._pusher.abandon()
 
-    def _push_shared(self, version: int) -> bool:
-        """Push by all processes; return whether that was possible."""
-        if self._shared is None:
-            return False
-        if broadcast_from_rank0(self._peers, lambda: bool(self._pool.lost())):
-            return False
-        (server,) = self._servers
+    def report(self) -> tuple[str | None, int, str | None]:
+        """Return what process 0 knows of it, as `adopt` takes it: values of JSON."""
+        return self.epoch, self.world_size, self.lost
+
+    def adopt(self, epoch: str | None, world_size: int, lost: str | None) -> None:
+        """Adopt the state in process 0, which has already logged a loss."""
+        self.epoch, self.world_size, self.lost = epoch, world_size, lost
+        self.problem = ""
+
+    def check(self) -> bool:
+        """Return whether it is lost and can take a push now; makes one quick call.
+
+        A usable server that was restarted, or lacks the weights, is lost. One that does not
+        answer is left to the calls: after a restart it has another epoch.
+        """
+        usable, epoch, reason = self.lost is None, self.epoch, ""
         try:
-            report = self._shared.push(version, self._dtype)
+            if self._client.health().server_epoch != epoch:
+                reason = _RESTARTED
+        except SERVER_ERRORS as error:
+            if needs_push(error):
+                reason = str(error)
+            elif not usable:
+                self._stay_lost(error)
+                return False
+        if usable and reason:
+            self.lose(reason, epoch)
+        self.problem = ""
+        return self.lost is not None
+
+    def reconnect(self, version: int | None) -> None:
+        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
+        try:
+            missing = self._rejoin(version, wakes=False)
         except RunError as error:
-            if self._is_leader:
-                server.lose(str(error))
-            return False
-        self._by_leader(partial(server.adopt_push, report))
-        self.version.record(version)
-        return True
+            missing = error
+        if missing is not None:
+            self._stay_lost(missing)
 
-    def _push(self, version: int) -> int:
-        def pushable() -> list[ServerHandle]:
-            return self._pool.usable() + _checked(self._due())
+    def _rejoin(self, version: int | None, *, wakes: bool) -> RunError | None:
+        """Use a lost server again, or return why it lacks the weights `version`.
 
-        with self._pushing:
-            for is_last in (False, True):
-                servers = self._pool.wait_for(pushable)
-                errors = [error for error in _push_to(servers, version) if error is not None]
-                if len(errors) < len(servers):
-                    break
-                if is_last:
-                    raise errors[0]
-            self.version.record(version)
-        return version
+        A push whose answer was lost is not repeated: the server would refuse it.
+        wakes: a server that is asleep.
 
-    def repush_restarted(self) -> None:
-        """Find restarted servers, and push again to those that can take it.
-
-        Called repeatedly while other processes are waited for, and only while the training
-        weights are those of the last push. Raises only what would fail again.
+        Raises RunError: the server is not there, or differs.
         """
-        if not self._is_leader or self.version.pushed is None:
-            return
-        if self._clock() < self._no_check_until or not self._pushing.acquire(blocking=False):
-            return
+        refusal: RunError | None = None
         try:
-            began = self._clock()
-            due = _checked([*self._pool.usable(), *self._due()])
-            ended = self._clock()
-            self._no_check_until = ended + _CHECKED_FRACTION * (ended - began)
-            _push_to(due, self.version.pushed)
-        finally:
-            self._pushing.release()
-
-    def _by_leader(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in process 0; the others adopt its reports."""
-        found, reports = broadcast_from_rank0(
-            self._peers, lambda: (work(), [server.report() for server in self._servers])
-        )
-        if not self._is_leader:
-            for server, report in zip(self._servers, reports, strict=True):
-                server.adopt(*report)
-        return found
-
-    def _due(self) -> list[ServerHandle]:
-        """Return the lost servers; those that rest only if no server is usable."""
-        lost = self._pool.lost()
-        if len(lost) == len(self._servers):
-            return lost
-        return [server for server in lost if not server.rests()]
-
-    # --- rollouts
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        """Return outputs in the order of the requests. Each process sends its own requests.
-
-        Raises:
-            RunError: no server is left and none came back in time, or a request was refused.
-        """
-        chunks = self._chunks(requests, request_config, self._restore_lost, len(requests))
-        return list(chain.from_iterable(chunks))
-
-    def stream(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> Generator[list[RolloutOutput], None, None]:
-        """Yield the same outputs in parts, in order, while later ones are generated."""
-        size = part_size(len(requests), self.round_size)
-        return self._chunks(requests, request_config, self._restore_lost, size)
-
-    def rollout_asynchronous(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        """Do the same as `rollout` while the training weights change: push nothing.
-
-        Raises:
-            PushNeeded: no server has the weights, and at least one only lacks them.
-        """
-        chunks = self._chunks(requests, request_config, self._reconnect_lost, len(requests))
-        return list(chain.from_iterable(chunks))
-
-    def _chunks(
-        self,
-        requests: Sequence[RolloutInferRequest],
-        config: RequestConfig,
-        reconnect: Callable[[], list[ServerHandle]],
-        size: int,
-    ) -> Generator[list[RolloutOutput], None, None]:
-        """Yield outputs `size` at a time."""
-        dispatch = Dispatch(requests, config, self.version.pushed, self._pool, reconnect)
-        self._dispatches.add(dispatch)
-        try:
-            with closing(dispatch.chunks(max(1, size))) as chunks:
-                for envelopes in chunks:
-                    self.journal.healthy = len(self._pool.usable())
-                    yield [output_of(envelope) for envelope in envelopes]
-        finally:
-            self._dispatches.discard(dispatch)
-
-    def _restore_lost(self) -> list[ServerHandle]:
-        """Push to lost servers in process 0 (SYNC-07); in the others check if they are back."""
-        with self._pushing:
-            if self._is_leader:
-                _push_to(_checked(self._due()), self.version.pushed)
+            self._client.health()
+        except ProblemError as error:
+            if not needs_push(error):
+                raise
+            refusal = error
+        info = self._client.info()
+        if self._differences and (found := list(self._differences(self.url, info))):
+            raise RunError("; ".join(map(str, found)))
+        missing = self._lacks(version, info)
+        if refusal is not None and missing is None:
+            if wakes and any(replica.state == "asleep" for replica in info.replicas):
+                self._client.wake_up()
             else:
-                self._reconnect()
-        return self._pool.usable()
+                missing = refusal
+        if missing is None:
+            self._use(info.server_epoch, info.world_size)
+        return missing
 
-    def _reconnect_lost(self) -> list[ServerHandle]:
-        """Use lost servers again that have the weights; push nothing."""
-        with self._pushing:
-            self._reconnect()
-        usable = self._pool.usable()
-        if not usable and any(server.wants_push for server in self._servers):
-            raise PushNeeded(f"no rollout server has the weights ({self._pool.reasons()})")
-        return usable
+    def _lacks(self, version: int | None, info: Info) -> RunError | None:
+        """Return what a server that answers lacks, if that is the weights `version`."""
+        held, state = info.weights_version, info.weights_state
+        restarted = self._pusher is not None and info.server_epoch != self.epoch
+        if version is None or ((state, held) == ("READY", version) and not restarted):
+            return None
+        found = f"it has weights {held} ({state}), and {version} are not pushed"
+        if held > version:  # another learner pushed them
+            return RunError(found)
+        return ProblemError(Problem.of("push-needed", found, f"GET {self.url}/info/"))
 
-    def _reconnect(self) -> None:
-        in_parallel([partial(server.reconnect, self.version.pushed) for server in self._due()])
+    def _stay_lost(self, error: RunError) -> None:
+        self.lost = str(error)
+        self.problem = error.problem.kind if isinstance(error, ProblemError) else ""
+
+    def _use(self, epoch: str, world_size: int) -> None:
+        with self._losing:
+            if self.lost is not None:
+                _LOG.warning("rollout server %s is back", self.url)
+            self.epoch, self.world_size, self.lost, self.problem = epoch, world_size, None, ""
+
+    # --- pushes, in process 0
+
+    def connect(self) -> int:
+        """Form the weight group; return the server's weights version."""
+        assert self._pusher is not None
+        ready = self._pusher.connect()
+        self.dtype, self.epoch = ready.dtype, ready.server_epoch
+        self.world_size = ready.world_size - 1
+        return ready.weights_version
+
+    def rests(self) -> bool:
+        """Return whether a repeated push failed so recently that none is tried yet."""
+        return self._clock() < self._rests_until
+
+    def push_to_version(self, version: int) -> RunError | None:
+        """Make `version` its weights and use it. If that fails, it is lost.
+
+        Returns the error. After a failure a lost server `rests`, longer every time. Raises what
+        would fail again: ContractError where another learner owns the server, RunError where the
+        server refused the weights.
+        """
+        was_lost = self.lost is not None
+        try:
+            if not was_lost or self._rejoin(version, wakes=True) is not None:
+                self._push(version, again=was_lost)
+        except RunError as error:
+            cause = error.__cause__
+            if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
+                raise
+            if was_lost:
+                self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+                self._rests_until = self._clock() + self._rest_s
+            self.lose(str(error))
+            return error
+        self._rest_s = self._rests_until = 0.0
+        return None
+
+    def _push(self, version: int, *, again: bool) -> None:
+        """Raises RunError: the push broke, or did not reach every replica."""
+        assert self._pusher is not None
+        self.connect()
+        report = self._pusher.push(version)
+        self.connect()  # the push may have formed the group anew
+        if report.status.server_epoch != self.epoch:
+            raise RunError(f"{self.url} lost a replica while weights were pushed")
+        self.adopt_push(report, again)
+
+    def adopt_push(self, report: SyncReport, again: bool = False) -> None:
+        """Log a push that succeeded, and use the server."""
+        self._journal.push(self.url, again, report)
+        self.unproven = self.unproven or again
+        self._use(report.status.server_epoch, self.world_size)
 
 
-def _checked(servers: Sequence[ServerHandle]) -> list[ServerHandle]:
-    """Check the servers; return those that are lost and can take a push now."""
-    pushable = in_parallel([server.check for server in servers])
-    return [server for server, can in zip(servers, pushable, strict=True) if can]
+def _pause_s(state: RetryCallState) -> float:
+    """Return the pause: longer after every attempt, and at least `Retry-After`."""
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    least_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
+    pause_s = max(_BACKOFF(state), min(least_s or 0.0, _LONGEST_PAUSE_S))
+    return pause_s * _JITTER.uniform(1.0, 1.5)
 
 
-def _push_to(servers: Sequence[ServerHandle], version: int | None) -> list[RunError | None]:
-    return in_parallel([partial(server.push_to_version, version) for server in servers])
+def _named(problem: Problem, call: InferCall) -> Problem:
+    """Return a refusal with the uuids of the requests that it is about, of `_NAMED` at most."""
+    indices = [error.get("index") for error in problem.errors or []]
+    samples = [str(one.uuid) for i, one in enumerate(call.infer_requests) if i in indices]
+    if not samples:
+        return problem
+    detail = f"{problem.detail}; of {', '.join(samples[:_NAMED])}"
+    return problem.model_copy(update={"detail": detail})

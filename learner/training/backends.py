@@ -1,6 +1,6 @@
 """Opens the backend of a run. Only this module depends on its kind (ARCH-03).
 
-server     clients -> weight channels -> ServerBackend
+server     clients -> weight pushers -> ServerPool
 colocate   a server process -> the same over it alone -> ColocatedBackend
 hf         HfBackend with the training model
 """
@@ -27,7 +27,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement, media_dirs, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.hf import HfBackend
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
@@ -104,7 +104,7 @@ def _over_servers(
     clients: Sequence[RolloutClient],
     servers: Sequence[ServerAddress],
     peers: Peers = SINGLE_PROCESS,
-) -> ServerBackend:
+) -> ServerPool:
     """Return the backend; process 0 forms the weight groups. Versions continue the servers'."""
     fallback = config.rollout_matching.vllm.sync.fallback_to_full
     if config.training.data_parallel == "ddp":
@@ -113,13 +113,13 @@ def _over_servers(
     else:  # no process has whole weights: they are gathered for a push
         gathered = GatheredWeights(loaded.model, sends=peers.rank == 0)
         mode = SyncMode(gathered, None, fallback)
-    journal = Journal(servers, mode)
+    journal = Journal(servers, mode.state)
     together = config.rollout_matching.backend == "colocate" and peers.count > 1
     transport = transport_of(config)
     bucket_bytes = bucket_bytes_of(config, transport)
     # Process 0 alone cannot share the memory of its GPU with the workers on the other ones.
     alone: Transport = "gloo" if together else transport
-    channels = [
+    pushers = [
         WeightPusher(client, entry.group_port, mode, alone, bucket_bytes)
         for client, entry in zip(clients, servers, strict=True)
         if peers.rank == 0
@@ -127,10 +127,10 @@ def _over_servers(
     shared = None
     if together:
         whole = gathered or MergedWeights(loaded.model)
-        shared = SharedPush(peers, channels[0] if channels else None, whole, transport)
-    backend = ServerBackend(
+        shared = SharedPush(peers, pushers[0] if pushers else None, whole, transport)
+    backend = ServerPool(
         clients,
-        channels,
+        pushers,
         config.rollout_matching.decode_batch_size,
         journal,
         differences=partial(differences, config),

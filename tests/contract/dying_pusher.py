@@ -24,7 +24,7 @@ from torch import Tensor
 from learner.rollout.client import RolloutClient
 from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import SyncMode
+from learner.rollout.sync.weights import MergedWeights, SyncMode
 from shared_contracts.cli import run_program
 from shared_contracts.weights import (
     DtypeName,
@@ -70,9 +70,7 @@ class StoppingClient(RolloutClient):
         return super().finish_weight_update(body)
 
 
-class StoppingWeights:
-    adapter = None
-
+class StoppingWeights(MergedWeights):
     def __init__(self, weights: Weights, stop: Stop) -> None:
         self._weights = weights
         self._stop = stop

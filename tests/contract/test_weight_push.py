@@ -18,7 +18,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.probe import ProofOfEffect, WeightsDiffer, probe_call
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
-from learner.rollout.sync.weights import MergedWeights, SyncMode, WeightSource
+from learner.rollout.sync.weights import MergedWeights, SyncMode
 from shared_contracts.errors import ContractError, ProblemError
 from shared_contracts.weights import DtypeName, ParameterMeta
 from tests.contract import reference
@@ -200,18 +200,17 @@ def client(pushing: Pushing) -> Iterator[RolloutClient]:
         yield client
 
 
-def pusher(client: RolloutClient, source: WeightSource) -> closing[WeightPusher]:
+def pusher(client: RolloutClient, source: MergedWeights) -> closing[WeightPusher]:
     mode, (port,) = SyncMode(source, None, fallback_to_full=False), free_ports(1)
     return closing(WeightPusher(client, port, mode, "gloo", BUCKET_BYTES))
 
 
-@dataclass
-class Changed:
+class Changed(MergedWeights):
     """The merged weights of a model, changed."""
 
-    loaded: LoadedModel
-    change: Change
-    adapter = None
+    def __init__(self, loaded: LoadedModel, change: Change) -> None:
+        super().__init__(loaded.model)
+        self.change = change
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         return manifest(self._weights(dtype))
@@ -220,7 +219,7 @@ class Changed:
         yield from self._weights(dtype).items()
 
     def _weights(self, dtype: DtypeName) -> Weights:
-        return self.change(dict(MergedWeights(self.loaded.model).tensors(dtype)))
+        return self.change(dict(super().tensors(dtype)))
 
 
 @pytest.mark.req("SYNC-02", "SYNC-05", "SYNC-06", "SYNC-10", "WIRE-03")

@@ -17,7 +17,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
@@ -77,7 +77,7 @@ class Play:
 
     server: SupervisedServer
     moments: Moments
-    backend: ServerBackend
+    backend: ServerPool
     version: int = 0
 
     def push(self) -> None:
@@ -122,7 +122,7 @@ def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory)
         mode = SyncMode(WeightsWithMoment(model, moments), None, fallback_to_full=False)
         client, (group_port,) = ClientWithMoments(server.base_url, moments), free_ports(1)
         pusher = WeightPusher(client, group_port, mode, "gloo", BUCKET_BYTES)
-        backend = ServerBackend([client], [pusher], REQUESTS, Journal())
+        backend = ServerPool([client], [pusher], REQUESTS, Journal())
         backend.connect()
         yield Play(server, moments, backend)
         backend.close()

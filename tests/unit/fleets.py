@@ -1,4 +1,4 @@
-"""A `ServerBackend` over scripted servers, with a clock that its pauses advance."""
+"""A `ServerPool` over scripted servers, with a clock that its pauses advance."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +9,13 @@ from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.clock import Clock
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.server_info import Info
-from tests.unit.scripted_server import ScriptedChannel, ScriptedRollouts, scripted_server
+from tests.unit.scripted_server import ScriptedPusher, ScriptedRollouts, scripted_server
 
 SEED = 1000
 S = ScriptedRollouts
@@ -41,10 +41,10 @@ class Fleet:
     """A connected backend over scripted servers."""
 
     rollouts: list[ScriptedRollouts]
-    channels: list[ScriptedChannel]
+    pushers: list[ScriptedPusher]
     journal: Journal
     clock: PausedClock
-    backend: ServerBackend
+    backend: ServerPool
 
     def ask(self, count: int, version: int | None = 1) -> list[RolloutOutput]:
         """Roll out, and compare every output with its request."""
@@ -61,7 +61,7 @@ class Fleet:
         return record["lost"], payload.metrics()
 
     def pushed(self) -> list[list[int]]:
-        return [channel.pushed for channel in self.channels]
+        return [pusher.pushed for pusher in self.pushers]
 
 
 def requests(count: int) -> list[RolloutInferRequest]:
@@ -91,12 +91,12 @@ def fleet(
 def fleet_of(
     rollouts: list[ScriptedRollouts], decode_batch_size: int, proof: ProofOfEffect | None = None
 ) -> Iterator[Fleet]:
-    channels = [ScriptedChannel(one) for one in rollouts]
+    pushers = [ScriptedPusher(one) for one in rollouts]
     clients = [RolloutClient(one.server.base_url, timeout_s=60.0) for one in rollouts]
     journal, clock = Journal(), PausedClock()
-    backend = ServerBackend(
+    backend = ServerPool(
         clients,
-        channels,
+        pushers,
         decode_batch_size,
         journal,
         differences,
@@ -107,7 +107,7 @@ def fleet_of(
     backend.push_weights(1)
     journal.take()
     try:
-        yield Fleet(rollouts, channels, journal, clock, backend)
+        yield Fleet(rollouts, pushers, journal, clock, backend)
     finally:
         backend.close()
 

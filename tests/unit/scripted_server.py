@@ -2,7 +2,7 @@
 
 ScriptedServer     routes to functions, and every call that arrived
 ScriptedRollouts   the state of a rollout server on these routes, with a script of faults
-ScriptedChannel    pushes into that state in place of a weight group
+ScriptedPusher    pushes into that state in place of a weight group
 """
 
 import json
@@ -19,6 +19,7 @@ import httpx
 from pydantic import BaseModel
 
 from learner.rollout.client import ServerUnreachable
+from learner.rollout.sync.push import WeightPusher
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem, RunError
 from shared_contracts.infer import (
     ChatCompletionResponse,
@@ -447,7 +448,7 @@ def _numbers(call: InferCall) -> list[int]:
     return [int(str(request.uuid)) for request in call.infer_requests]
 
 
-class ScriptedChannel:
+class ScriptedPusher(WeightPusher):
     """Pushes into the state of scripted rollouts, which refuse what a real server refuses.
 
     failures: errors of the next pushes, raised before the weights arrive. answer_lost: the next
@@ -469,7 +470,7 @@ class ScriptedChannel:
         self.groups = 0
         self.closed = False
         self._rollouts = rollouts
-        self._ready: CommunicatorReady | None = None
+        self._ready = None
 
     def connect(self) -> CommunicatorReady:
         if self._rollouts.dead:

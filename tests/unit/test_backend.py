@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from learner.rollout.backend import Call, Journal, RolloutBackend
-from learner.rollout.parallel_calls import in_parallel, run_together
+from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Policy, RequestSettings
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -206,15 +206,3 @@ def test_error_is_raised_while_other_calls_still_run() -> None:
     with pytest.raises(ValueError, match="no"):
         in_parallel([hung.wait, fail])
     hung.set()
-
-
-def test_at_the_deadline_the_call_is_named_before_the_collective() -> None:
-    """`test_push.py` has calls and collectives that fail."""
-    hung, parts = threading.Event(), []
-    for call in (lambda: None, hung.wait):
-        broken = run_together(call, hung.wait, 0.3)
-        assert broken is not None
-        assert isinstance(broken.error, TimeoutError)
-        parts.append(broken.part)
-    hung.set()
-    assert parts == ["collective", "call"]

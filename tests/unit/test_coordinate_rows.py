@@ -147,7 +147,7 @@ def test_trained_rows_are_pushed_in_full_weights(
 ) -> None:
     loaded = load_model(small_config(toy_checkpoint, toy_data, tmp_path, tuner=LORA))
     mode = SyncMode.of(loaded.model, "adapter", fallback_to_full=True)
-    assert mode.mode == "full"
+    assert mode.adapter is None
     assert "tuner.train_coordinate_rows" in str(mode.fallback)
     with pytest.raises(ContractError, match="train_coordinate_rows"):
         SyncMode.of(loaded.model, "adapter", fallback_to_full=False)

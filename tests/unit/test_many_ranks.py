@@ -21,7 +21,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.clock import Clock
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Policy, RequestSettings
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import shared_push
 from learner.rollout.sync.group import Sender
@@ -47,7 +47,7 @@ from tests.unit.scripted_server import (
     INFER,
     Fault,
     Reply,
-    ScriptedChannel,
+    ScriptedPusher,
     ScriptedRollouts,
     bodies,
     envelope,
@@ -94,7 +94,7 @@ class Rank:
     """One learner process. Its requests are numbered from `first`, and so are the answers."""
 
     peers: CountedPeers
-    backend: ServerBackend
+    backend: ServerPool
     journal: LossJournal
 
     @property
@@ -138,10 +138,10 @@ class Rank:
 
 @dataclass
 class Ranks:
-    """All processes of a run, and their servers. channels: of process 0."""
+    """All processes of a run, and their servers. pushers: of process 0."""
 
     rollouts: list[ScriptedRollouts]
-    channels: list[ScriptedChannel]
+    pushers: list[ScriptedPusher]
     ranks: list[Rank]
 
     def outcomes(self, work: Callable[[Rank], T]) -> list[T | BaseException]:
@@ -166,7 +166,7 @@ class Ranks:
         return results
 
     def pushed(self) -> list[list[int]]:
-        return [channel.pushed for channel in self.channels]
+        return [pusher.pushed for pusher in self.pushers]
 
     def answered(self) -> list[int]:
         """The sorted numbers of all answered requests, repeats included."""
@@ -189,7 +189,7 @@ def ranks(
     with ExitStack() as stack:
         sizes = world_sizes or [1] * servers
         rollouts = [S(stack.enter_context(scripted_server()), size) for size in sizes]
-        channels, store, made = [ScriptedChannel(one) for one in rollouts], HashStore(), []
+        pushers, store, made = [ScriptedPusher(one) for one in rollouts], HashStore(), []
         keep(groups := gloo_groups(store, count))
         for number in range(count):
             ended = threading.Event()
@@ -203,9 +203,9 @@ def ranks(
                 for one in rollouts
             ]
             journal = LossJournal()
-            backend = ServerBackend(
+            backend = ServerPool(
                 clients,
-                channels if number == 0 else [],
+                pushers if number == 0 else [],
                 decode_batch_size,
                 journal,
                 differences,
@@ -214,7 +214,7 @@ def ranks(
                 **options,
             )
             made.append(Rank(peers, backend, journal))
-        yield Ranks(rollouts, channels, made)
+        yield Ranks(rollouts, pushers, made)
 
 
 class ShortPauses(Clock):
@@ -242,8 +242,8 @@ def begin(rank: Rank) -> None:
 def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
     """Process 1 waits for the outcome of the push before the push begins."""
     with ranks(1) as run:
-        (channel,) = run.channels
-        push = channel.push
+        (pusher,) = run.pushers
+        push = pusher.push
         events: list[str] = []
 
         def late_push(version: int) -> object:
@@ -260,7 +260,7 @@ def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
             begin(rank)
             rank.ask(2)
 
-        channel.push = late_push  # type: ignore[method-assign,assignment]
+        pusher.push = late_push  # type: ignore[method-assign,assignment]
         run.rollouts[0].faults.extend([answer] * 2)
         run.results(work)
     assert events[0] == "pushed"
@@ -460,7 +460,7 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
         sent = run.results(work)
         calls = [call for one in run.rollouts for call in bodies(one.server)]
         assert run.pushed() == [[5, 6, 7]] * 2, "by process 0, once for each step"
-        assert [channel.groups for channel in run.channels] == [1, 1]
+        assert [pusher.groups for pusher in run.pushers] == [1, 1]
     assert sent == [[0, 10, 20], [1, 11, 21]]
     numbers = [int(str(call.infer_requests[0].uuid)) for call in calls]
     assert sorted(numbers) == [0, 1, 10, 11, 20, 21]
@@ -494,7 +494,7 @@ def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int
         hit.faults.extend([die, die])
         threading.Thread(target=start_again, daemon=True).start()
         run.results(work)
-        assert [channel.pushed for channel in run.channels[1:]] == [[1]] * (servers - 1)
+        assert [pusher.pushed for pusher in run.pushers[1:]] == [[1]] * (servers - 1)
         assert run.answered() == [*range(6), *range(1000, 1006)]
         if servers == 1:
             assert run.pushed() == [[1, 1]]
@@ -535,7 +535,7 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
             failure.__cause__ = ProblemError(Problem.of("manifest-mismatch", "no", "m"))
 
         def restart(one: ScriptedRollouts, call: InferCall) -> Reply:
-            run.channels[0].failures.append(failure)
+            run.pushers[0].failures.append(failure)
             return one.restart(call)
 
         first, second = one_asks(run, restart)

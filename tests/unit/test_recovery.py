@@ -10,13 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.rollout.backend import Journal
-from learner.rollout.client import OtherWeights, RolloutClient
-from learner.rollout.dispatch import FRUITLESS_RETURNS, LONGEST_WAIT_S, Dispatch, ServerPool
-from learner.rollout.server_handle import ATTEMPTS, ServerHandle
+from learner.rollout.client import OtherWeights
+from learner.rollout.server import ATTEMPTS
+from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
-from shared_contracts.infer import InferCall, RequestConfig
-from tests.unit.fleets import Fleet, PausedClock, S, fleet, fleet_of, requests
+from shared_contracts.infer import InferCall
+from tests.unit.fleets import Fleet, S, fleet, fleet_of
 from tests.unit.scripted_server import (
     INFER,
     Fault,
@@ -178,7 +177,7 @@ def test_server_that_another_learner_has_taken_ends_the_run(lost: bool) -> None:
             run.rollouts[0].faults.append(S.lose_the_only_replica)
             run.ask(4)
             found = "another learner has taken this server over"
-            run.channels[0].taken = ContractError("http://a:1", found, "End it")
+            run.pushers[0].taken = ContractError("http://a:1", found, "End it")
         else:
             run.rollouts[0].version = 8
         with pytest.raises(ContractError if lost else OtherWeights, match="another learner"):
@@ -264,7 +263,7 @@ def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
-        blocked, before = run.channels[0], run.channels[0].tries
+        blocked, before = run.pushers[0], run.pushers[0].tries
         blocked.blocked = True
         run.ask(4)
         run.clock.now += rest_s
@@ -280,27 +279,19 @@ def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
 
 
 @pytest.mark.req("DIST-05")
-@pytest.mark.parametrize(("answers_between", "ends"), [(1, False), (0, True)])
-def test_returns_without_an_answer_between_them_end_the_run(
-    answers_between: int, ends: bool
-) -> None:
-    with scripted_server() as server, RolloutClient(server.base_url) as client:
-        rollouts, journal, clock = S(server), Journal(), PausedClock()
-        times_lost = FRUITLESS_RETURNS + 2
-        rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        handle = ServerHandle(client, journal, clock=clock)
-        pool = ServerPool([handle], 1, 0.0, journal, clock=clock)
-
-        def reconnect() -> list[ServerHandle]:
-            handle.reconnect(None)
-            return pool.usable()
-
-        dispatch = Dispatch(requests(times_lost), RequestConfig(), None, pool, reconnect)
-        if ends:
-            with pytest.raises(RunError, match=f"came back {FRUITLESS_RETURNS} times"):
-                list(dispatch.chunks(times_lost))
+@pytest.mark.parametrize("answers_between", [1, 0])
+def test_returns_without_an_answer_between_them_end_the_run(answers_between: int) -> None:
+    """They take longer than `timeout_s` in both cases."""
+    with fleet(1, decode_batch_size=1) as run:
+        faults = ([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * 25
+        run.rollouts[0].faults.extend(faults)
+        if answers_between:
+            run.ask(25)
+            assert run.clock.now > _LIMIT_S
         else:
-            assert list(map(len, dispatch.chunks(times_lost))) == [times_lost]
+            with pytest.raises(RunError, match=r"some come back: \d\d attempts .*read timeout"):
+                run.ask(25)
+            assert len(bodies(run.rollouts[0].server)) >= MOST_ATTEMPTS
 
 
 # --- Pushes that break ------------------------------------------------------------------
@@ -309,7 +300,7 @@ def test_returns_without_an_answer_between_them_end_the_run(
 @pytest.mark.req("SYNC-07", "SYNC-09")
 def test_server_at_which_a_push_breaks_is_not_used_until_it_has_the_weights() -> None:
     with fleet(2) as run:
-        run.channels[0].failures.append(RunError("the transfer broke"))
+        run.pushers[0].failures.append(RunError("the transfer broke"))
         run.backend.push_weights(2)
         assert run.pushed() == [[1], [1, 2]]
         run.ask(4, version=2)
@@ -322,11 +313,11 @@ def test_server_at_which_a_push_breaks_is_not_used_until_it_has_the_weights() ->
 @pytest.mark.req("SYNC-07")
 def test_push_that_breaks_everywhere_is_tried_once_more() -> None:
     with fleet(1) as run:
-        run.channels[0].failures.append(RunError("the transfer broke"))
+        run.pushers[0].failures.append(RunError("the transfer broke"))
         run.backend.push_weights(2)
         run.ask(2, version=2)
-        assert run.channels[0].groups == 2
-        run.channels[0].failures.extend([RunError("broken"), RunError("broken again")])
+        assert run.pushers[0].groups == 2
+        run.pushers[0].failures.extend([RunError("broken"), RunError("broken again")])
         with pytest.raises(RunError, match="broken again"):
             run.backend.push_weights(3)
 
@@ -336,17 +327,17 @@ def restarted(run: Fleet) -> None:
 
 
 def answer_lost(run: Fleet) -> None:
-    run.channels[0].answer_lost = True
+    run.pushers[0].answer_lost = True
 
 
 def replica_lost_at_the_end(run: Fleet) -> None:
-    run.channels[0].loses_a_replica = True
+    run.pushers[0].loses_a_replica = True
 
 
 def adapter_broken(run: Fleet) -> None:
     """The push forms a new group, as after a failed push of an adapter."""
     run.rollouts[0].losses, run.rollouts[0].stale = 1, True
-    run.channels[0].forms_anew = True
+    run.pushers[0].forms_anew = True
 
 
 @pytest.mark.req("SYNC-01", "SYNC-07")
@@ -374,7 +365,7 @@ def test_push_that_a_server_refuses_ends_the_run_at_once() -> None:
     with fleet(2) as run:
         refused = RunError("refused")
         refused.__cause__ = ProblemError(Problem.of("manifest-mismatch", "no such name", "m"))
-        run.channels[0].failures.append(refused)
+        run.pushers[0].failures.append(refused)
         with pytest.raises(RunError, match="refused"):
             run.backend.push_weights(2)
 

@@ -9,11 +9,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from learner.rollout.sync.weights import (
-    AdapterWeights,
-    MergedWeights,
-    SyncMode,
-)
+from learner.rollout.sync.weights import SyncMode
 from shared_contracts.errors import ContractError
 
 pytestmark = pytest.mark.req("SYNC-01")
@@ -22,14 +18,13 @@ pytestmark = pytest.mark.req("SYNC-01")
 FULL, ADAPTER = cast(Any, "full weights"), cast(Any, "an adapter")
 
 
-def test_without_fallback_the_first_failure_is_raised_with_a_remedy() -> None:
+def test_without_fallback_a_failure_is_raised_with_a_remedy() -> None:
     mode = SyncMode(FULL, ADAPTER, fallback_to_full=False)
-    for error in ("rank 64 is too large", "a later one"):
-        with pytest.raises(ContractError, match="RuntimeError: rank 64 is too large") as caught:
-            mode.failed(ADAPTER, RuntimeError(error))
-        assert caught.value.where == "rollout_matching.vllm.sync.mode"
-        assert "fallback_to_full" in caught.value.do
-    assert (mode.mode, mode.fallback) == ("adapter", None)
+    with pytest.raises(ContractError, match="RuntimeError: rank 64 is too large") as caught:
+        mode.adapter_failed(RuntimeError("rank 64 is too large"))
+    assert caught.value.where == "rollout_matching.vllm.sync.mode"
+    assert "fallback_to_full" in caught.value.do
+    assert mode.state() == ("adapter", None)
 
 
 def test_adapters_that_fail_together_switch_to_full_weights_together_and_warn_once(
@@ -37,16 +32,15 @@ def test_adapters_that_fail_together_switch_to_full_weights_together_and_warn_on
 ) -> None:
     servers = 16
     mode, together = SyncMode(FULL, ADAPTER, fallback_to_full=True), Barrier(servers)
-    assert mode.failed(FULL, RuntimeError("not of the adapter")) is False
-    assert (mode.current(), mode.mode, mode.fallback) == (ADAPTER, "adapter", None)
+    assert (mode.adapter, mode.state()) == (ADAPTER, ("adapter", None))
 
-    def fail(number: int) -> bool:
+    def fail(number: int) -> object:
         together.wait()
-        again = mode.failed(ADAPTER, RuntimeError(f"server {number}"))
-        return again and mode.current() is FULL
+        mode.adapter_failed(RuntimeError(f"server {number}"))
+        return mode.adapter
 
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(servers) as threads:
-        assert all(threads.map(fail, range(servers)))
+        assert set(threads.map(fail, range(servers))) == {None}
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert str(mode.fallback).startswith("RuntimeError: server ")
@@ -56,10 +50,7 @@ def test_adapters_that_fail_together_switch_to_full_weights_together_and_warn_on
 def test_the_sources_of_a_model() -> None:
     plain, layers = nn.Sequential(nn.Linear(4, 4)), cast(Any, nn.Sequential(nn.Linear(4, 4)))
     adapted = get_peft_model(layers, LoraConfig(target_modules=["0"]))
-    assert {SyncMode.of(m, "full", True).mode for m in (plain, adapted)} == {"full"}
-    choice = SyncMode.of(adapted, "adapter", True)
-    assert isinstance(choice.current(), AdapterWeights)
-    choice.failed(choice.current(), RuntimeError("x"))
-    assert isinstance(choice.current(), MergedWeights)
+    assert {SyncMode.of(m, "full", True).adapter for m in (plain, adapted)} == {None}
+    assert SyncMode.of(adapted, "adapter", True).state() == ("adapter", None)
     with pytest.raises(ContractError, match="tuner"):
         SyncMode.of(plain, "adapter", True)

@@ -18,22 +18,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from safetensors.torch import save
 from torch import Tensor
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
-from learner.rollout.parallel_calls import run_together
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.sync.group import CurrentGpu, Sender, join_group
-from learner.rollout.sync.weights import SyncMode, WeightSource
+from learner.rollout.sync.weights import AdapterWeights, SyncMode
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.weights import (
-    ADAPTER_KEY,
     CommunicatorReady,
     GroupCall,
     InitCommunicator,
@@ -52,6 +51,8 @@ Join = Callable[[InitCommunicator, threading.Event], Sender]
 
 # Added to the deadline of a phase, so that the server can answer with its own reason.
 _ANSWER_MARGIN_S = 60.0
+# The same after the learner's part has failed: the server knows the reason.
+REASON_GRACE_S = 3.0
 _CLOSED = "the learner has left this server"
 _ABANDONED = "the learner has left the group"
 _NO_GROUP = "rollout_matching.vllm.mode: colocate and rollout_backend: hf need no network group"
@@ -189,34 +190,28 @@ class WeightPusher:
             ContractError: another learner owns the server now.
         """
         while True:
-            ready, source = self.connect(), self._mode.current()
+            ready, adapter = self.connect(), self._mode.adapter
             began = time.monotonic()
             try:
-                if source.adapter is None:
-                    report = self._push_full(source, ready, version)
+                if adapter is None:
+                    report = self._push_full(version, ready)
                 else:
-                    report = self._push_adapter(source, ready, version)
-            except BaseException as error:
+                    report = self._push_adapter(version, adapter, ready)
+            except Exception as error:
                 self.abandon()
-                if (
-                    not isinstance(error, Exception)
-                    or isinstance(error, ContractError)
-                    or _is_lost_at_start(error)
-                    or self._closed
-                    or not self._mode.failed(source, error)
-                ):
+                ends = isinstance(error, ContractError) or _is_lost_at_start(error)
+                if adapter is None or ends or self._closed:
                     raise
+                self._mode.adapter_failed(error)
                 continue
             report.seconds["total"] = time.monotonic() - began
             self._log(version, report)
             return report
 
-    def _push_full(
-        self, source: WeightSource, ready: CommunicatorReady, version: int
-    ) -> SyncReport:
-        parameters = source.metadata(ready.dtype)
+    def _push_full(self, version: int, ready: CommunicatorReady) -> SyncReport:
+        parameters = self._mode.full.metadata(ready.dtype)
         self.start(version, parameters)
-        self.transfer(parameters, source.tensors(ready.dtype))
+        self.transfer(parameters, self._mode.full.tensors(ready.dtype))
         return self.finish()
 
     def start(self, version: int, parameters: list[ParameterMeta]) -> None:
@@ -243,11 +238,9 @@ class WeightPusher:
         return self._phase("finish", lambda: self._client.finish_weight_update(call))
 
     def _push_adapter(
-        self, source: WeightSource, ready: CommunicatorReady, version: int
+        self, version: int, adapter: AdapterWeights, ready: CommunicatorReady
     ) -> SyncReport:
-        assert source.adapter is not None
-        tensors = {name: tensor.contiguous() for name, tensor in source.tensors(ready.dtype)}
-        content = save(tensors, metadata={ADAPTER_KEY: source.adapter.model_dump_json()})
+        content = adapter.safetensors(ready.dtype)
         call = partial(self._client.load_adapter, version, self._attempt, content)
         return self._phase("adapter", call)
 
@@ -270,18 +263,28 @@ class WeightPusher:
     def _together(
         self, phase: Phase, call: Callable[[], object], collective: Callable[[], object]
     ) -> None:
+        """Run a call of the server and the learner's part of a collective at the same time.
+
+        A thread in a collective cannot be ended: it is left behind when the phase breaks.
+        """
         limit_s = self._timeout_s + _ANSWER_MARGIN_S
-        broken = run_together(call, self._gpu.used_by(collective), limit_s)
-        if broken is None:
-            return
-        if isinstance(broken.error, ContractError):
-            raise broken.error
-        side: Side = "server" if broken.part == "call" else "learner"
-        raise self._broken(side, phase, broken.error) from broken.error
+        called, collected = in_thread(call), in_thread(self._gpu.used_by(collective))
+        wait([called, collected], limit_s, FIRST_EXCEPTION)
+        if collected.done() and collected.exception() is not None:
+            wait([called], REASON_GRACE_S)
+        sides: list[tuple[Side, Future[object]]] = [("server", called), ("learner", collected)]
+        late = TimeoutError(f"no end within {limit_s:g} s")
+        failed = [(side, part.exception()) for side, part in sides if part.done()]
+        failed += [(side, late) for side, part in sides if not part.done()]
+        for side, error in failed:
+            if error is not None:
+                raise self._broken(side, phase, error) from error
 
     def _broken(self, side: Side, phase: Phase, reason: BaseException) -> RunError | ContractError:
         """Return the error of a phase; a ContractError if another learner owns the server."""
         url = self._client.base_url
+        if isinstance(reason, ContractError):
+            return reason
         if isinstance(reason, ProblemError) and reason.problem.kind == "taken-over":
             return ContractError(
                 url,

@@ -14,17 +14,25 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
+from shared_contracts.weights import (
+    ADAPTER_KEY,
+    AdapterMeta,
+    DtypeName,
+    ParameterMeta,
+    unfused,
+    wire_dtype,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,31 +40,14 @@ _LOG = logging.getLogger(__name__)
 Adapted = LoraLayer | TrainableTokensLayer
 
 
-class WeightSource(Protocol):
-    """Named tensors of one push; the same order in `metadata` and in every pass of `tensors`.
-
-    adapter: of a source that yields the tensors of an adapter.
-    """
-
-    @property
-    def adapter(self) -> AdapterMeta | None: ...
-
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Return name, type and shape of each of `tensors`, without making them."""
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, detached tensor of its `wire_dtype`)."""
-
-
 class MergedWeights:
-    """All weights of a model, LoRA and DoRA merged."""
-
-    adapter = None
+    """All weights of a model, LoRA and DoRA merged; `tensors` has the order of `metadata`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        """Return name, type and shape of each of `tensors`, without making them."""
         return [
             ParameterMeta(name=name, dtype=wire_dtype(name, dtype), shape=shape)
             for fused, weight, _ in self._entries()
@@ -183,16 +174,13 @@ class AdapterWeights:
             use_rslora=config.use_rslora,
         )
 
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return [
-            ParameterMeta(name=name, dtype=dtype, shape=list(tensor.shape))
+    def safetensors(self, dtype: DtypeName) -> bytes:
+        """Return the file of the adapter, with the names of peft's own, in `dtype`."""
+        tensors = {
+            name: tensor.detach().to(getattr(torch, dtype)).contiguous()
             for name, tensor in self._state().items()
-        ]
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name as in peft's files, tensor); without a cast it is the model's own tensor."""
-        for name, tensor in self._state().items():
-            yield name, tensor.detach().to(getattr(torch, dtype))
+        }
+        return save(tensors, metadata={ADAPTER_KEY: self.adapter.model_dump_json()})
 
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = get_peft_model_state_dict(
@@ -209,19 +197,20 @@ class SyncMode:
     """Which weights the pushes to all servers of a run send.
 
     Starts with `adapter` if there is one. After the first failed push of it, all further pushes
-    send full weights. Methods may be called from several threads.
+    send `full`. Methods may be called from several threads.
 
     fallback_to_full: false: `failed` raises instead.
+    fallback: the failure, with its type, since which full weights are sent; None without one.
     """
 
     def __init__(
-        self, full: WeightSource, adapter: WeightSource | None, fallback_to_full: bool
+        self, full: MergedWeights, adapter: AdapterWeights | None, fallback_to_full: bool
     ) -> None:
-        self._full = full
+        self.full = full
+        self.fallback: str | None = None
         self._adapter = adapter
         self._fallback_to_full = fallback_to_full
         self._lock = threading.Lock()
-        self._failure: str | None = None
 
     @classmethod
     def of(
@@ -240,46 +229,37 @@ class SyncMode:
                 "is adapter, and the model is trained without an adapter",
                 "Use full, or train with tuner.train_type: lora",
             )
-        adapter = AdapterWeights(model)
-        chosen = cls(MergedWeights(model), adapter, fallback_to_full)
+        chosen = cls(MergedWeights(model), AdapterWeights(model), fallback_to_full)
         if any(".trainable_tokens_" in name for name, _ in model.named_parameters()):
             found = "rows of coordinate tokens are trained, too (tuner.train_coordinate_rows), "
             found += "and engines accept them only with full weights"
-            chosen.failed(adapter, RunError(found))
+            chosen.adapter_failed(RunError(found))
         return chosen
 
     @property
-    def mode(self) -> Literal["full", "adapter"]:
-        """What is sent now."""
-        return "adapter" if self.current() is self._adapter else "full"
+    def adapter(self) -> AdapterWeights | None:
+        """The adapter, if it is what is sent now."""
+        return None if self.fallback else self._adapter
 
-    @property
-    def fallback(self) -> str | None:
-        """The failure, with its type, since which full weights are sent; None without one."""
-        return self._failure if self._fallback_to_full else None
+    def state(self) -> tuple[str, str | None]:
+        """Return what is sent now, `full` or `adapter`, and the `fallback`."""
+        return "full" if self.adapter is None else "adapter", self.fallback
 
-    def current(self) -> WeightSource:
-        return self._full if self._adapter is None or self.fallback else self._adapter
+    def adapter_failed(self, error: Exception) -> None:
+        """Note that a push of the adapter failed: from now on full weights are sent.
 
-    def failed(self, source: WeightSource, error: Exception) -> bool:
-        """Note that a push of `source` failed; return whether to push what is `current` now.
-
-        Raises ContractError if the adapter failed and `fallback_to_full` is false.
+        Raises ContractError if `fallback_to_full` is false.
         """
-        if source is not self._adapter:
-            return False
-        with self._lock:
-            first = self._failure is None
-            if first:
-                self._failure = f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
         if not self._fallback_to_full:
             raise ContractError(
                 MODE,
-                f"the adapter cannot be pushed, and {FALLBACK} is false: {self._failure}",
+                f"the adapter cannot be pushed, and {FALLBACK} is false: {failure}",
                 f"Remove the cause, set {MODE} to full, or {FALLBACK} to true",
             ) from error
-        if first:
-            _LOG.warning(
-                "the adapter cannot be pushed, so full weights are pushed: %s", self._failure
-            )
-        return True
+        with self._lock:
+            if self.fallback is None:
+                self.fallback = failure
+                _LOG.warning(
+                    "the adapter cannot be pushed, so full weights are pushed: %s", failure
+                )

@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, RequestSettings
-from learner.rollout.server import ServerBackend
+from learner.rollout.server_pool import ServerPool
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.fleets import fleet
-from tests.unit.scripted_server import INFER, ScriptedChannel
+from tests.unit.scripted_server import INFER, ScriptedPusher
 
 
 @pytest.mark.req("SEED-02")
@@ -21,10 +21,10 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
     with fleet(2) as run:
         urls = [one.server.base_url for one in run.rollouts]
         servers = [ServerAddress(base_url=url, group_port=51216 + i) for i, url in enumerate(urls)]
-        journal = Journal(servers, FullWeights())
+        journal = Journal(servers, lambda: ("full", None))
         clients = [RolloutClient(url, timeout_s=60.0) for url in urls]
-        channels = [ScriptedChannel(one) for one in run.rollouts]
-        backend = ServerBackend(clients, channels, 8, journal)
+        pushers = [ScriptedPusher(one) for one in run.rollouts]
+        backend = ServerPool(clients, pushers, 8, journal)
         asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=9))
         backend.connect()
         policy = Policy(backend, asking)
@@ -44,13 +44,6 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
         (servers[1].base_url, 2, 2, 1002),
     ]
     assert record["decoding"] == {"max_tokens": 9}
-
-
-class FullWeights:
-    """The sync of a run that pushes full weights."""
-
-    mode = "full"
-    fallback = None
 
 
 @pytest.mark.req("REP-04", "WIRE-01")
