@@ -66,9 +66,11 @@ def launch(
     train_gpus: Annotated[
         str | None, typer.Option(help="GPUs of the learner, e.g. 3. It gets one process for each.")
     ] = None,
-    device: Annotated[str, typer.Option(help="gpu, or cpu for all programs.")] = "gpu",
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="gpu, or cpu for all programs.")
+    ] = "gpu",
     train_processes: Annotated[
-        int | None, typer.Option(help="Number of learner processes on the CPU. (1)")
+        int | None, typer.Option(help="Number of learner processes on the CPU. (1)", min=1)
     ] = None,
     server_config: Annotated[
         Path | None,
@@ -80,7 +82,7 @@ def launch(
 
     from learner.config import load_config, load_mapping
     from learner.distributed.waiting import reporting_waits
-    from learner.operate.launch import Crew
+    from learner.operate.launch import LearnerProcess
     from learner.operate.launch import launch as run
     from learner.operate.launch_plan import LaunchOptions, plan_launch
     from learner.runs.console import tell
@@ -98,9 +100,10 @@ def launch(
     plan.write_files()
     for server in plan.servers:
         say(f"Starting a rollout server: {server} (log: {server.log})")
+    learner = partial(LearnerProcess, plan.learner, plan.processes, plan.learner_environment)
     try:
         with reporting_waits(say):
-            code = run(Crew.of(plan), say)
+            code = run([server.start for server in plan.servers], learner, say)
     finally:
         console.show_cursor()  # a stopped learner may have hidden it
     raise typer.Exit(code)

@@ -12,16 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
 from learner.distributed.waiting import waiting_for
-from learner.operate.launch_plan import LaunchPlan
 from learner.operate.torchrun import SHUTDOWN_S
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.server_process import PAUSES_S, ServerProcess, SupervisedServer
@@ -51,7 +48,7 @@ class StopRequested(Exception):
 class StopSignals:
     """Context manager that records SIGINT, SIGTERM and SIGHUP, in the main thread.
 
-    SIGINT or SIGHUP stays ignored if the parent ignored it, as nohup does.
+    A signal stays ignored if the parent ignored it, as nohup does.
     """
 
     def __init__(self) -> None:
@@ -60,7 +57,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._record)
         return self
 
@@ -73,18 +70,11 @@ class StopSignals:
         """Whether a second signal arrived, which ends all grace times."""
         return len(self._received) > 1
 
-    def check(self) -> None:
-        """Raise StopRequested if a signal arrived."""
+    def pause(self, seconds: float = _POLL_S) -> None:
+        """Sleep; raise StopRequested if a signal has arrived."""
+        time.sleep(seconds)
         if self._received:
             raise StopRequested(self._received[0])
-
-    def pause(self, seconds: float) -> None:
-        """Sleep; raise StopRequested as soon as a signal arrives."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.check()
-            time.sleep(min(left, 0.1))
-        self.check()
 
     def _record(self, number: int, _: FrameType | None) -> None:
         self._received.append(number)
@@ -131,30 +121,16 @@ class LearnerProcess:
         return RUN_FAILED if code is not None and code < 0 else code
 
 
-@dataclass(frozen=True)
-class Crew:
-    """Factories of the processes. start_s, pauses_s: see `SupervisedServer`."""
-
-    servers: Sequence[Callable[[], ServerProcess]]
-    learner: Callable[[StopSignals], LearnerProcess]
-    start_s: float = START_S
-    pauses_s: Sequence[float] = PAUSES_S
-
-    @classmethod
-    def of(cls, plan: LaunchPlan) -> Self:
-        around = plan.server_environment
-        servers = [
-            partial(ServerProcess, s.options, s.log, s.port, around, s.host, s.base_url, s.grace_s)
-            for s in plan.servers
-        ]
-        learner = partial(LearnerProcess, plan.learner, plan.processes, plan.learner_environment)
-        return cls(servers, learner)
-
-
-def launch(crew: Crew, tell: Tell) -> int:
+def launch(
+    starts: Sequence[Callable[[], ServerProcess]],
+    learner: Callable[[StopSignals], LearnerProcess],
+    tell: Tell,
+    pauses_s: Sequence[float] = PAUSES_S,
+) -> int:
     """Run servers and learner; return the learner's exit code, or 128 plus a stop signal.
 
-    tell: prints a line.
+    starts: starts each server. learner: starts the learner. tell: prints a line. pauses_s: of
+    `SupervisedServer`.
 
     Raises:
         ContractError: a server ended at its start because of bad input.
@@ -162,110 +138,103 @@ def launch(crew: Crew, tell: Tell) -> int:
     """
     with StopSignals() as signals:
         try:
-            with Servers(crew, signals, tell) as servers:
-                servers.start()
+            with running_servers(starts, signals, tell, pauses_s) as servers:
                 tell("Starting the learner")
-                with crew.learner(signals) as learner:
-                    return _until_the_end(learner, servers, signals, tell)
+                with learner(signals) as process:
+                    code = _wait_for_learner(process, servers, signals, tell)
+                    tell(f"The learner ended with code {code}")
+                    return code
         except StopRequested as stop:
             return 128 + stop.number
 
 
-def _until_the_end(
-    learner: LearnerProcess, servers: "Servers", signals: StopSignals, tell: Tell
+def _wait_for_learner(
+    learner: LearnerProcess, servers: Sequence[SupervisedServer], signals: StopSignals, tell: Tell
 ) -> int:
+    """Return the learner's exit code; raises RunError if a server failed for good."""
     try:
         while (code := learner.code()) is None:
-            servers.check()
-            signals.pause(_POLL_S)
+            for server in servers:
+                server.check()
+            signals.pause()
     except (RunError, StopRequested) as reason:
         with suppress(OSError):  # the terminal may be gone
             tell(f"Stopping the learner ({str(reason).splitlines()[0]})")
         raise
-    tell(f"The learner ended with code {code}")
     return code
 
 
-class Servers:
-    """Context manager of all servers of a launch; its exit stops them."""
-
-    def __init__(self, crew: Crew, signals: StopSignals, tell: Tell) -> None:
-        self._crew, self._signals, self._tell = crew, signals, tell
-        self._processes: list[ServerProcess] = []
-        self._supervised: list[SupervisedServer] = []
-
-    def start(self) -> None:
-        """Start all servers and wait until all are ready; later, a server that ends is restarted.
-
-        Raises:
-            ContractError: a server ended because of bad input.
-            RunError: a server ended or was not ready in time; the message has its last lines.
-            StopRequested: a signal arrived.
-        """
-        for start in self._crew.servers:
-            self._processes.append(start())
-        waiting, began, reason = [*self._processes], time.monotonic(), ""
-        with waiting_for("the rollout servers", lambda: reason):
-            while waiting:
-                self._signals.pause(_POLL_S)
-                for server in waiting[1:]:
-                    require_running(server)
-                passed = time.monotonic() - began
-                if (why := why_not_ready(waiting[0])) is None:
-                    self._tell(f"Ready after {passed:.0f} s: {waiting.pop(0).base_url}")
-                    continue
-                reason = why
-                if passed > self._crew.start_s:
-                    raise RunError(
-                        f"the rollout server at {waiting[0].base_url} was not ready within "
-                        f"{self._crew.start_s:g} s ({why}). {waiting[0].log_tail()}"
-                    )
-        for start, process in zip(self._crew.servers, self._processes, strict=True):
-            name = f"the rollout server at {process.base_url}"
-            pauses_s, start_s = self._crew.pauses_s, self._crew.start_s
-            supervised = SupervisedServer(start, start_s, pauses_s, first=process, name=name)
-            self._supervised.append(supervised)
-
-    def check(self) -> None:
-        """Raise RunError if a server ended too often."""
-        for server in self._supervised:
-            server.check()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Send SIGTERM to all, then SIGKILL after a grace time or a second signal."""
-        with suppress(OSError):
-            self._tell("Stopping the servers")
-        running: Sequence[SupervisedServer | ServerProcess] = self._supervised or self._processes
-        with ThreadPoolExecutor(max(len(running), 1)) as pool:
-            stops = [pool.submit(server.stop) for server in running]
-            while not all(stop.done() for stop in stops):
-                if self._signals.urgent:
-                    for server in running:
-                        server.kill()
-                time.sleep(_POLL_S)
-
-
-def require_running(server: ServerProcess) -> None:
-    """Raise if a server has ended: ContractError for bad input, else RunError."""
-    if (code := server.code()) is not None:
-        where, found = f"the rollout server at {server.base_url}", f"it ended with code {code}"
-        if code == BAD_INPUT:
-            raise ContractError(where, found, server.log_tail())
-        raise RunError(f"{where}: {found}. {server.log_tail()}")
-
-
-def why_not_ready(server: ServerProcess) -> str | None:
-    """Return the error of a readiness call; None if the server accepts pushes.
-
-    Raises as `require_running`.
-    """
-    require_running(server)
+@contextmanager
+def running_servers(
+    starts: Sequence[Callable[[], ServerProcess]],
+    signals: StopSignals,
+    tell: Tell,
+    pauses_s: Sequence[float],
+) -> Iterator[list[SupervisedServer]]:
+    """Yield the servers once all are ready. Within the block a server that ends is restarted."""
+    processes = list[ServerProcess]()
+    running: Sequence[ServerProcess | SupervisedServer] = processes
     try:
-        with RolloutClient(server.base_url, _CALL_S) as client:
-            client.check_pushable()
-    except SERVER_ERRORS as error:
-        return str(error)
-    return None
+        for start in starts:
+            processes.append(start())
+        _wait_until_ready(processes, signals, tell)
+        running = supervised = [
+            SupervisedServer(start, START_S, pauses_s, first=process, name=_name(process))
+            for start, process in zip(starts, processes, strict=True)
+        ]
+        yield supervised
+    finally:
+        with suppress(OSError):
+            tell("Stopping the servers")
+        _stop(running, signals)
+
+
+def _name(server: ServerProcess) -> str:
+    return f"the rollout server at {server.base_url}"
+
+
+def _wait_until_ready(servers: Sequence[ServerProcess], signals: StopSignals, tell: Tell) -> None:
+    """Wait until every server accepts pushes.
+
+    Raises:
+        ContractError: a server ended because of bad input.
+        RunError: a server ended or was not ready in time; the message has its last lines.
+        StopRequested: a signal arrived.
+    """
+    began, reason = time.monotonic(), ""
+    with waiting_for("the rollout servers", lambda: reason):
+        for server in servers:
+            while True:
+                signals.pause()
+                for each in servers:
+                    _require_running(each)
+                passed = time.monotonic() - began
+                try:
+                    with RolloutClient(server.base_url, _CALL_S) as client:
+                        client.check_pushable()
+                    break
+                except SERVER_ERRORS as error:
+                    reason = str(error)
+                if passed > START_S:
+                    found = f"was not ready within {START_S:g} s ({reason})"
+                    raise RunError(f"{_name(server)} {found}. {server.log_tail()}")
+            tell(f"Ready after {passed:.0f} s: {server.base_url}")
+
+
+def _require_running(server: ServerProcess) -> None:
+    if (code := server.code()) is not None:
+        found = f"it ended with code {code}"
+        if code == BAD_INPUT:
+            raise ContractError(_name(server), found, server.log_tail())
+        raise RunError(f"{_name(server)}: {found}. {server.log_tail()}")
+
+
+def _stop(servers: Sequence[ServerProcess | SupervisedServer], signals: StopSignals) -> None:
+    """Send SIGTERM to all, then SIGKILL after a grace time or a second signal."""
+    with ThreadPoolExecutor(max(len(servers), 1)) as pool:
+        stops = [pool.submit(server.stop) for server in servers]
+        while not all(stop.done() for stop in stops):
+            if signals.urgent:
+                for server in servers:
+                    server.kill()
+            time.sleep(_POLL_S)

@@ -12,25 +12,26 @@ import shlex
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from learner.config import Config, dump_mapping, dump_resolved
 from learner.distributed.waiting import PASSIVE_WAIT
 from learner.rollout.colocate import media_dirs
 from learner.rollout.distribution import rank_chunk_size
-from learner.rollout.server_process import SERVER_GRACE_S
+from learner.rollout.server_process import SERVER_GRACE_S, ServerProcess
 from learner.runs.atomic_files import publish_text
 from learner.runs.run_folder import LOGS
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.input_checks import RunInputs, check_inputs, generates
-from shared_contracts.errors import CheckErrors, ContractError
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE
@@ -39,16 +40,21 @@ SERVER_GPUS, TRAIN_GPUS, PROCESSES = "--server-gpus", "--train-gpus", "--train-p
 SERVER_CONFIG = "--server-config"
 _SERVERS = "rollout_matching.vllm.server.servers"
 # Server settings that follow from the training YAML and the options of the launch.
-_DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid")
+_DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid", "token_file")
 # Variables of torchrun, which may have started this process.
 _TORCHRUN_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+_ELSEWHERE = (
+    "Write it like http://127.0.0.1:8000, give each port one use, and stop what listens there "
+    "(`ss -ltnp`). For servers that run already, or elsewhere (`rollout-server serve`), start the "
+    "learner alone with deploy/train_stage2.sh or `learner train`"
+)
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """Options as given on the command line; None or empty: not given."""
 
-    device: str
+    device: Literal["gpu", "cpu"]
     server_gpus: tuple[str, ...] = ()
     train_gpus: str | None = None
     train_processes: int | None = None
@@ -57,7 +63,7 @@ class LaunchOptions:
     def processes(self) -> int:
         """Number of learner processes, also if the options have faults."""
         if self.device == "cpu":
-            return max(self.train_processes or 1, 1)
+            return self.train_processes or 1
         return len((self.train_gpus or "").split(","))
 
 
@@ -69,8 +75,7 @@ class Split:
     """
 
     servers: tuple[tuple[int, ...], ...]
-    learner: tuple[int, ...]
-    processes: int
+    learner: tuple[int, ...] = ()
 
 
 def split_devices(
@@ -84,52 +89,51 @@ def split_devices(
     Raises:
         ContractErrors: all faults of the options.
     """
-    of_gpus = {SERVER_GPUS: options.server_gpus, TRAIN_GPUS: options.train_gpus}
-    given = [option for option, value in of_gpus.items() if value]
-    faults, lists = CheckErrors(), list[tuple[int, ...]]()
+    faults = list[ContractError]()
 
     def fault(where: str, found: str, do: str) -> None:
-        faults.errors.append(ContractError(where, found, do))
+        faults.append(ContractError(where, found, do))
 
     if options.device == "cpu":
-        for option in given:
-            fault(option, "given, and --device is cpu", "Give one of the two")
-        if options.train_processes is not None and options.train_processes < 1:
-            fault(PROCESSES, f"{options.train_processes}", "Give 1 or more")
-        faults.raise_all()
-        return Split(((),) * servers, (), options.processes)
-    if options.device != "gpu" or not visible:
-        found = f"{options.device}, and {len(visible)} GPUs are here that {CUDA_VISIBLE} shows"
-        fault("--device", found, "Give gpu on a machine with GPUs, or cpu")
-        faults.raise_all()
+        for option, value in ((SERVER_GPUS, options.server_gpus), (TRAIN_GPUS, options.train_gpus)):
+            if value:
+                fault(option, "given, and --device is cpu", "Give one of the two")
+        _raise_all(faults)
+        return Split(((),) * servers)
+    if not visible:
+        do = f"Use a machine with GPUs, name GPUs in {CUDA_VISIBLE}, or give --device cpu"
+        raise ContractError("--device", "gpu, and no GPU is visible here", do)
     if options.train_processes is not None:
-        fault(PROCESSES, f"{options.train_processes}", "Leave it out: each GPU has one process")
+        do = "Leave it out: each GPU has one process"
+        fault(PROCESSES, f"{options.train_processes}", do)
     if len(options.server_gpus) != servers:
         found = f"given {len(options.server_gpus)} times for {servers} server(s) of {_SERVERS}"
         fault(SERVER_GPUS, found, "Give it once for each server, in their order, as in 0,1")
-    used: set[int] = set()
-    named = [(SERVER_GPUS, text) for text in options.server_gpus]
-    for option, text in [*named, (TRAIN_GPUS, options.train_gpus or "")]:
+    lists = list[tuple[int, ...]]()
+    of_servers = [(SERVER_GPUS, text) for text in options.server_gpus]
+    for option, text in (*of_servers, (TRAIN_GPUS, options.train_gpus or "")):
         parts = text.split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            fault(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
-            continue
-        ids = tuple(map(int, parts))
+        ids = tuple(int(part) for part in parts if part.strip().isdecimal())
         lists.append(ids)
-        if missing := sorted({*ids} - {*visible}):
+        if len(ids) < len(parts):
+            fault(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
+        elif missing := sorted({*ids} - {*visible}):
             found = f"no GPU {_id_list(missing)} here, there are {_id_list(visible)}"
             fault(option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide")
-        if option == SERVER_GPUS and len(ids) % tensor_parallel_size:
+        elif option == SERVER_GPUS and len(ids) % tensor_parallel_size:
             found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
             found += f"tensor_parallel_size {tensor_parallel_size}"
             fault(option, found, f"Give a multiple of {tensor_parallel_size}")
-        if repeated := sorted({*ids} & used | {gpu for gpu in ids if ids.count(gpu) > 1}):
-            found = f"GPU {_id_list(repeated)} is named more than once"
-            fault(option, found, "Name every GPU once")
-        used |= {*ids}
-    faults.raise_all()
-    *of_servers, learner = lists
-    return Split(tuple(of_servers), learner, len(learner))
+    if repeated := [gpu for gpu, count in Counter(chain(*lists)).items() if count > 1]:
+        found = f"GPU {_id_list(repeated)} is named more than once"
+        fault(f"{SERVER_GPUS}, {TRAIN_GPUS}", found, "Name every GPU once")
+    _raise_all(faults)
+    return Split(tuple(lists[:-1]), lists[-1])
+
+
+def _raise_all(faults: list[ContractError]) -> None:
+    if faults:
+        raise ContractErrors(faults)
 
 
 def _id_list(ids: Sequence[int]) -> str:
@@ -145,41 +149,28 @@ def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int
     Raises:
         ContractErrors: all addresses that cannot be bound, with reasons.
     """
-    errors, addresses = CheckErrors(), list[tuple[str, str, int]]()
+    faults, addresses = list[ContractError](), list[tuple[str, str, int]]()
     with ExitStack() as held:
         for index, server in enumerate(servers):
-            where, parts = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
-            name, port = str(parts.hostname), parts.port or 80
-            if parts.scheme != "http" or parts.path:
+            where, url = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
+            if url.scheme != "http" or url.path:
                 found = f"{server.base_url} is no plain http, or has a path"
-                errors.errors.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
+                faults.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
                 continue
-            bind = partial(_bind, held, f"{where}.base_url", name, port)
-            if (host := errors.of(bind)) is not None:
-                addresses.append((server.base_url, host, port))
-                errors.of(partial(_bind, held, f"{where}.group_port", host, server.group_port))
-    errors.raise_all()
+            host, port = str(url.hostname), url.port or 80
+            for key, number in (("base_url", port), ("group_port", server.group_port)):
+                try:
+                    listening = held.enter_context(socket.create_server((host, number)))
+                except OSError as error:
+                    is_name = isinstance(error, socket.gaierror)
+                    why = error.strerror if is_name else os.strerror(error.errno or 0)
+                    found = f"{host}:{number} cannot be bound ({why})"
+                    faults.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
+                    break
+                host = listening.getsockname()[0]
+            addresses.append((server.base_url, host, port))
+    _raise_all(faults)
     return addresses
-
-
-_ELSEWHERE = (
-    "Write it like http://127.0.0.1:8000, give each port one use, and stop what listens there "
-    "(`ss -ltnp`). For servers that run already, or elsewhere (`rollout-server serve`), start the "
-    "learner alone with deploy/train_stage2.sh or `learner train`"
-)
-
-
-def _bind(held: ExitStack, where: str, host: str, port: int) -> str:
-    """Bind a port until `held` is closed; return the IPv4 address of the host."""
-    try:
-        listening = held.enter_context(socket.create_server((host, port)))
-    except OSError as error:
-        is_name = isinstance(error, socket.gaierror)
-        why = error.strerror if is_name else os.strerror(error.errno or 0)
-        found = f"{host}:{port} cannot be bound ({why})"
-        raise ContractError(where, found, _ELSEWHERE) from None
-    address: str = listening.getsockname()[0]
-    return address
 
 
 @dataclass(frozen=True)
@@ -197,19 +188,30 @@ class ServerPlan:
     options: list[str]
     log: Path
     grace_s: float
+    environment: dict[str, str]
 
     def __str__(self) -> str:
         device = f"GPU {_id_list(self.gpus)}" if self.gpus else "the CPU"
         return f"{self.base_url} on {device}"
 
+    def start(self) -> ServerProcess:
+        return ServerProcess(
+            self.options,
+            self.log,
+            self.port,
+            self.environment,
+            self.host,
+            self.base_url,
+            self.grace_s,
+        )
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All processes to start. files: texts of the server config files, by path."""
+    """All processes to start. learner: the command. files: texts of server configs, by path."""
 
     inputs: RunInputs
     servers: list[ServerPlan]
-    server_environment: dict[str, str]
     learner: list[str]
     processes: int
     learner_environment: dict[str, str]
@@ -257,8 +259,11 @@ def plan_launch(
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
     context, run = context_of_run(config, samples), logs / "run.yaml"
     files, servers = {run: dump_resolved(config)}, []
+    all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
+    around = PASSIVE_WAIT | (all_gpus if split.learner else alone)
+    grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
     for index, (address, gpus) in enumerate(zip(addresses, split.servers, strict=True)):
-        settings = logs / f"server-{index}.yaml"
+        settings, log = logs / f"server-{index}.yaml", logs / f"server-{index}.log"
         files[settings] = dump_mapping(
             {
                 "dtype": config.model.torch_dtype,
@@ -271,19 +276,15 @@ def plan_launch(
                 ),
             }
         )
-        arguments = ["--config", str(settings), "--run-config", str(run)]
-        grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
-        log = logs / f"server-{index}.log"
-        servers.append(ServerPlan(*address, gpus, arguments, log, grace_s))
-    all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
+        words = ["--config", str(settings), "--run-config", str(run)]
+        servers.append(ServerPlan(*address, gpus, words, log, grace_s, around))
     # torchrun's default for several processes, without its warning.
-    threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
+    threads = {"OMP_NUM_THREADS": str(1 if options.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         inputs,
         servers,
-        PASSIVE_WAIT | (all_gpus if split.learner else alone),
         [program, "train", "--config", str(file.absolute())],
-        split.processes,
+        options.processes,
         PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _id_list(split.learner)},
         files,
     )
@@ -321,7 +322,7 @@ def _learner_program() -> str:
 
 def _require_allowed(own: Mapping[str, Any]) -> None:
     """Raise ContractError for server settings that the launch sets itself."""
-    if given := [key for key in (*_DERIVED, "token_file") if key in own]:
+    if given := [key for key in _DERIVED if key in own]:
         raise ContractError(
             SERVER_CONFIG,
             f"it has {', '.join(given)}, which come from the training YAML, the options of the "
@@ -335,9 +336,7 @@ def _require_allowed(own: Mapping[str, Any]) -> None:
 def _number(own: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive number of `own`, else `default`; the server checks the value itself."""
     value = own.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        return default
-    return value
+    return value if isinstance(value, int | float) and value > 0 else default
 
 
 def shell_assignments(config: Config) -> str:

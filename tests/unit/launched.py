@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learner.operate.launch import Crew, LearnerProcess, launch
+from learner.operate.launch import LearnerProcess, launch
 from learner.operate.torchrun import die_with_parent
 from learner.rollout.server_process import ServerProcess, free_ports
 from shared_contracts.cli import run_cli
@@ -96,7 +96,7 @@ def main() -> None:
     codes = settings["learner"]
     program = [sys.executable, "-c", LEARNER, str(folder), json.dumps(codes)]
     learner = partial(LearnerProcess, program, len(codes), dict(os.environ))
-    run_cli(lambda: sys.exit(launch(Crew(servers, learner, 60.0, settings["pauses_s"]), print)))
+    run_cli(lambda: sys.exit(launch(servers, learner, print, settings["pauses_s"])))
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ LAUNCH = """
 import signal
 from learner.operate.launch import StopRequested, StopSignals
 
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `run_program` does
 for number in (signal.SIGINT, signal.SIGTERM):
-    with StopSignals() as asked:
+    with StopSignals() as signals:
         try:
             signal.raise_signal(number)
-            asked.check()
+            signals.pause(0)
         except StopRequested as stop:
             print(stop)
 """
