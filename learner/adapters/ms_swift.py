@@ -1,18 +1,18 @@
-"""A plugin of ms-swift 4.6 that has `swift sft` run a training YAML of ours (RUN-02).
+"""A plugin with which `swift sft` of ms-swift 4.6 runs a training YAML (RUN-02).
 
     ROLLMATCH_CONFIG=train.yaml swift sft --external_plugins learner/adapters/ms_swift.py \\
         --model CHECKPOINT --model_type rollmatch --tuner_type rollmatch --dataset rollmatch
 
-What it registers, each in the table that ms-swift keeps for it:
+It adds an entry to five tables of ms-swift:
 
-    model type   our loading of weights, with transformers' own forward
-    template     samples stay as they are: no tokens, no resized images
+    model type   loads weights as `learner train` does
+    template     returns samples unchanged: no tokens, no resized images
     data set     one row per sample of data.train_jsonl
-    tuner        the model as it is; the YAML's tuner is put on by the trainer
-    trainer      for the task `causal_lm`, which is what `swift sft` does: `StepTrainer`
+    tuner        returns the model unchanged; the trainer applies the YAML's tuner
+    trainer      `SwiftTrainer` for the task `causal_lm`, the only one of `swift sft`
 
-ms-swift parses its command, loads, prepares and keeps its records as ever; the step, the losses,
-the logs and the checkpoints are those of `learner train`. Only `swift sft` imports this file.
+ms-swift parses its command, loads the model and writes its own records. Steps, losses, logs and
+checkpoints are those of `learner train`. Only `swift sft` imports this file.
 """
 
 import os
@@ -47,7 +47,7 @@ from shared_contracts.machine import BY_BUS, CUDA_ORDER
 
 
 class _Run:
-    """The run of the YAML, read when ms-swift imports this file."""
+    """The run of the YAML; `read` is called when ms-swift imports this file."""
 
     config: Config
     inputs: RunInputs
@@ -60,6 +60,7 @@ class _Run:
 
 
 _RUN = _Run()
+run_cli(_RUN.read)
 
 
 class Weights(ModelLoader):
@@ -70,27 +71,27 @@ class Weights(ModelLoader):
 
 
 class RawSamples(Template):
-    """Encodes nothing: what tokens a sample becomes is the step's affair."""
+    """Encodes nothing: the step encodes samples."""
 
     def encode(self, inputs: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return inputs
 
     def print_inputs(self, inputs: dict[str, Any]) -> None:
-        """There is nothing encoded to show."""
+        """Print nothing."""
 
 
 class TrainJsonl(BaseDatasetLoader):
-    """A row for each sample of `data.train_jsonl`, which was read and checked before."""
+    """A row for each sample of `data.train_jsonl`, which `check_inputs` has read."""
 
     def __init__(self, **_: Any) -> None:
-        """Nothing is converted, so there is nothing to set."""
+        """Ignore the settings of ms-swift."""
 
     def load(self, *_: Any, **__: Any) -> Dataset:
         return Dataset.from_list([{"sample_id": sample.sample_id} for sample in _RUN.inputs.train])
 
 
 class TunerOfTheYaml(PeftTuner):
-    """Leaves the model to the trainer, which seeds the run before it makes adapters."""
+    """Returns the model unchanged: the trainer seeds the run before it adds adapters."""
 
     @staticmethod
     def prepare_model(args: Any, model: nn.Module) -> nn.Module:
@@ -98,10 +99,9 @@ class TunerOfTheYaml(PeftTuner):
 
 
 class SwiftTrainer:
-    """What `swift sft` takes for its trainer: a run of `StepTrainer` over ms-swift's model.
+    """The trainer of `swift sft`: a run of `StepTrainer` with the model that ms-swift loaded.
 
-    args: ms-swift's, for its own records alone.
-    state: `StepTrainer`'s, once it has trained.
+    args: ms-swift's, for its own records alone. state: `StepTrainer`'s after training.
     """
 
     def __init__(self, model: PreTrainedModel, args: Any, **_: Any) -> None:
@@ -110,7 +110,7 @@ class SwiftTrainer:
         self._model = model
 
     def train(self, resume_from_checkpoint: None) -> None:
-        """Run the YAML, which says itself where it goes on."""
+        """Run the YAML; its `training.resume` decides where to start."""
         run_cli(self._train)
 
     def _train(self) -> None:
@@ -126,24 +126,15 @@ class SwiftTrainer:
         self.state = train_as(SINGLE_PROCESS, config, inputs, clients, console, self._loaded).state
 
     def _loaded(self, config: Config) -> LoadedModel:
-        # That of ms-swift's own inference would be saved with the checkpoints.
+        # ms-swift has set one for its own inference, which checkpoints would contain.
         own = cast(GenerationConfig, self._model.origin_generation_config)
         self._model.generation_config = own
         return prepared(config, self._model)
 
 
-def _register() -> None:
-    """Each name in the table that ms-swift has for its kind."""
-    dtype = weight_dtype(_RUN.config)
-    data = str(_RUN.config.data.train_jsonl)
-    register_model(
-        ModelMeta(NAME, [], Weights, template=NAME, torch_dtype=dtype, is_multimodal=True)
-    )
-    register_template(TemplateMeta(NAME, [], ["{{QUERY}}"], None, template_cls=RawSamples))
-    register_dataset(DatasetMeta(dataset_name=NAME, dataset_path=data, loader=TrainJsonl))
-    tuners_map[NAME] = TunerOfTheYaml
-    TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{__name__}.{SwiftTrainer.__name__}"
-
-
-run_cli(_RUN.read)
-_register()
+_DTYPE, _DATA = weight_dtype(_RUN.config), str(_RUN.config.data.train_jsonl)
+register_model(ModelMeta(NAME, [], Weights, template=NAME, torch_dtype=_DTYPE, is_multimodal=True))
+register_template(TemplateMeta(NAME, [], ["{{QUERY}}"], None, template_cls=RawSamples))
+register_dataset(DatasetMeta(dataset_name=NAME, dataset_path=_DATA, loader=TrainJsonl))
+tuners_map[NAME] = TunerOfTheYaml
+TrainerFactory.TRAINER_MAPPING["causal_lm"] = f"{__name__}.{SwiftTrainer.__name__}"

@@ -1,9 +1,9 @@
-"""What `swift sft` may be told beside the YAML of a run: which checkpoint and data it is about.
+"""Checks of the command line of `swift sft` against the YAML of the run (RUN-02).
 
-Everything else is said in the YAML, once. An option of ms-swift that would be passed over in
-silence is refused.
+The YAML has all settings. An option of ms-swift that the run would ignore is refused.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,89 +13,61 @@ from shared_contracts.errors import ContractError, ContractErrors
 
 CONFIG_VARIABLE = "ROLLMATCH_CONFIG"
 
-# What the adapter registers its model type, template, tuner and data set under.
+# Name of the adapter's model type, template, tuner and data set in the tables of ms-swift.
 NAME = "rollmatch"
 
-# Options with one value, which says that the adapter's own is meant.
+# Options whose value is `NAME`, those with other values, and the ones that the run does not read.
 _SELECTORS = ("--model_type", "--tuner_type", "--dataset")
-# Options whose value is ms-swift's own affair: where its plugins are and its own records go.
+_PATHS = ("--model", "--output_dir")
 _OWN = ("--external_plugins", "--add_version")
 
 
 def config_path(environment: Mapping[str, str]) -> Path:
-    """The YAML of the run.
-
-    Raises ContractError where no variable names it.
-    """
-    named = environment.get(CONFIG_VARIABLE)
-    if not named:
-        raise ContractError(
-            CONFIG_VARIABLE, "it is not set", "Set it to the training YAML of the run"
-        )
+    """Return the YAML of the run; raises ContractError if no variable names it."""
+    if not (named := environment.get(CONFIG_VARIABLE)):
+        do = "Set it to the training YAML of the run"
+        raise ContractError(CONFIG_VARIABLE, "it is not set", do)
     return Path(named)
 
 
 def check_command(arguments: Sequence[str], config: Config, environment: Mapping[str, str]) -> None:
-    """The command line says what the YAML says, and nothing that only the YAML may say.
-
-    arguments: those of `swift sft`, as `--name value` or `--name=value`.
+    """Check the options of `swift sft` and the features of the run.
 
     Raises:
-        ContractErrors: every option that does not fit, each with what to do.
+        ContractErrors: all options and features that do not fit.
     """
-    given = dict(_options(arguments))
-    if errors := [*_contradictions(given, config), *_unsupported(config, environment)]:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in (*_SELECTORS, *_PATHS, *_OWN):
+        parser.add_argument(option, dest=option, nargs="*")
+    known, ignored = parser.parse_known_args(arguments)
+    errors = [*_contradictions(vars(known), config), *_unsupported(config, environment)]
+    for word in (word for word in ignored if word.startswith("--")):
+        do = f"Leave it out, and set it in the YAML that {CONFIG_VARIABLE} names"
+        errors.append(ContractError(word.partition("=")[0], "the run would ignore it", do))
+    if errors:
         raise ContractErrors(errors)
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with its values."""
-    name, values = "", list[str]()
-    for word in arguments:
-        if not word.startswith("--"):
-            values.append(word)
-            continue
-        if name:
-            yield name, values
-        name, equals, value = word.partition("=")
-        values = [value] if equals else []
-    if name:
-        yield name, values
-
-
-def _contradictions(given: Mapping[str, list[str]], config: Config) -> Iterator[ContractError]:
+def _contradictions(
+    given: Mapping[str, list[str] | None], config: Config
+) -> Iterator[ContractError]:
+    """given: the values of each option; None if it is absent."""
     for option in _SELECTORS:
-        if given.get(option) != [NAME]:
-            yield ContractError(option, _told(given.get(option)), f"Give {option} {NAME}")
-    model = given.get("--model")
-    if not model or [Path(word).resolve() for word in model] != [config.model.model.resolve()]:
-        yield ContractError(
-            "--model",
-            f"{_told(model)}, and model.model is {config.model.model}",
-            f"Give --model {config.model.model}",
-        )
-    yield from _output(given.get("--output_dir"), Path(config.training.output_dir))
-    known = {*_SELECTORS, *_OWN, "--model", "--output_dir"}
-    for option in (name for name in given if name not in known):
-        yield ContractError(
-            option,
-            f"{_told(given[option])}, which the run would pass over",
-            f"Leave it out, and say it in the YAML that {CONFIG_VARIABLE} names",
-        )
-
-
-def _output(given: list[str] | None, folder: Path) -> Iterator[ContractError]:
-    """What ms-swift writes of its own must not be taken for the run's."""
-    if given and Path(given[0]).resolve().is_relative_to(folder.resolve()):
-        yield ContractError(
-            "--output_dir",
-            f"{given[0]} is in training.output_dir, {folder}, the folder of the run",
-            "Give ms-swift another folder for its own records, or leave it out",
-        )
+        if given[option] != [NAME]:
+            yield ContractError(option, f"its values are {given[option]}", f"Give {option} {NAME}")
+    model, folder = config.model.model, config.training.output_dir
+    if [Path(word).resolve() for word in given["--model"] or ()] != [model.resolve()]:
+        found = f"its values are {given['--model']}, and model.model is {model}"
+        yield ContractError("--model", found, f"Give --model {model}")
+    for path in given["--output_dir"] or ():
+        if Path(path).resolve().is_relative_to(folder.resolve()):
+            found = f"{path} is in training.output_dir, {folder}, the folder of the run"
+            do = "Give ms-swift another folder for its own records, or leave it out"
+            yield ContractError("--output_dir", found, do)
 
 
 def _unsupported(config: Config, environment: Mapping[str, str]) -> Iterator[ContractError]:
-    """What would need a say before ms-swift has imported torch or opened its process group."""
+    """Yield features that a process of ms-swift cannot have, or does not use."""
     if environment.get("WORLD_SIZE", "1") != "1" or environment.get("NPROC_PER_NODE", "1") != "1":
         yield ContractError(
             "NPROC_PER_NODE",
@@ -105,7 +77,7 @@ def _unsupported(config: Config, environment: Mapping[str, str]) -> Iterator[Con
     if config.rollout_matching.backend == "colocate" and generates(config):
         yield ContractError(
             "rollout_matching.vllm.mode",
-            "colocate, and ms-swift has taken the GPUs before the learner can share them out",
+            "colocate, and ms-swift took the GPUs before the learner could share them",
             "Use vllm.mode: server, or `learner train` with the same YAML",
         )
     if config.training.push_to_hub:
@@ -114,7 +86,3 @@ def _unsupported(config: Config, environment: Mapping[str, str]) -> Iterator[Con
             "true, and a run of ms-swift pushes nothing",
             "Set it to false, and push with `learner export CHECKPOINT --push-to-hub`",
         )
-
-
-def _told(values: Sequence[str] | None) -> str:
-    return "not given" if values is None else f"given as {' '.join(values) or 'a switch'}"

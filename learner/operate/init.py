@@ -109,9 +109,9 @@ class RunShape:
 class Lengths:
     """In tokens. target: longest answer. answer: `max_new_tokens`. longest: longest sample."""
 
-    target: int
-    answer: int
-    longest: int
+    target: int = 1
+    answer: int = 1
+    longest: int = 1
 
 
 def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
@@ -144,26 +144,21 @@ def init(options: InitOptions, console: Console) -> None:
     has_tokens = _has_coordinate_tokens(options.model)
     check_parameters(options.model, "--model")
     with publish_directory(options.out) as part:
-        data, *val = [
-            as_data_file(option, source, split, options.out / name, part / name, console)
-            for option, source, split, name in (
-                ("--data", options.data, "train", "train.jsonl"),
-                ("--val", options.val, "val", "val.jsonl"),
-            )
-            if source is not None
-        ]
-        samples = check_data([data, *val], console)
-        options = replace(options, data=data[1], val=val[0][1] if val else None)
-        model = options.model
-        if not has_tokens:
-            model = part / MODEL
+        files = [as_data_file("--data", options.data, part / "train.jsonl")]
+        if options.val is not None:
+            files.append(as_data_file("--val", options.val, part / "val.jsonl"))
+        final = [options.out / file.name if file.parent == part else file for file in files]
+        samples = check_data(files, final, console)
+        options = replace(options, data=final[0], val=final[1] if options.val else None)
+        if has_tokens:
+            model, why = options.model, why_untrained(options.model)
+        else:
+            model, why = part / MODEL, "they are new"
             describe_expanded(options.model, model)
-        why = why_untrained(model) if has_tokens else "they are new"
-        if why is None:
-            tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
         writer = Writer(options, part, model, len(samples), warmup=why is not None)
-        samples, lengths = measure(writer.draft(), samples)
-        shape = choose_shape(writer, samples, lengths, console)
+        samples, lengths = measure(writer.config(writer.draft), samples)
+        writer = replace(writer, lengths=lengths)
+        shape = choose_shape(writer, samples, console)
         if not has_tokens:
             shutil.rmtree(model)
             expand_vocab(options.model, model, seed=0, tie=None)
@@ -172,18 +167,19 @@ def init(options: InitOptions, console: Console) -> None:
                 f"Coordinate tokens: added to {options.out / MODEL}; their rows start as the mean "
                 "of all rows plus noise of mean zero that is smooth in the coordinate",
             )
-        names = [TWO_CHANNEL] if why is None else [WARMUP, TWO_CHANNEL]
-        for name in names:
-            writer.write(name, shape, lengths)
+        for name in writer.names:
+            writer.write(name, shape)
         publish_text(part / SCHEMA, schema_text())
-    if why is not None:
+    if why is None:
+        tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
+    else:
         tell(console, f"A warm-up comes first, because of the coordinate tokens: {why}")
     if options.val is None:
         tell(console, "No --val: the run is not evaluated. Keep samples apart to know its scores")
-    for name in names:
+    for name in writer.names:
         tell(console, f"Written: {options.out / f'{name}.yaml'}")
-    first = shlex.quote(str(options.out / f"{names[0]}.yaml"))
-    commands = [command_of(name, options.out, shape) for name in names]
+    first = shlex.quote(str(options.out / f"{writer.names[0]}.yaml"))
+    commands = [command_of(name, options.out, shape) for name in writer.names]
     tell(console, "\n  ".join(["Next:", f"learner doctor {first}", *commands]))
 
 
@@ -208,45 +204,42 @@ def _has_coordinate_tokens(model: Path) -> bool:
     return True
 
 
-def as_data_file(
-    option: str, source: Path, split: str, out: Path, part: Path, console: Console
-) -> tuple[Path, Path]:
-    """Convert data of another format to the file `part`, which is published as `out`.
+def as_data_file(option: str, source: Path, out: Path) -> Path:
+    """Return a data file with the samples of `source`: itself if it is one, else a new file `out`.
 
-    split: of a data set with several. Return the current and the final path of the data file:
-    `source` twice for JSONL.
+    Of a data set with several splits, the one with the name of `out` is read.
     """
     if (form := detect_format(source)) == "jsonl":
-        return source, source
+        return source
     try:
         try:
             read = read_other(source, form)
         except ContractError as error:
             if error.where != "--split":
                 raise
-            read = read_other(source, form, split=split)
+            read = read_other(source, form, split=out.stem)
         conversion = convert(read, out, watch)
         show_conversion(conversion, f"{source} is {form}")
-        write_records(conversion, part)
+        write_records(conversion, out)
     except ContractError as error:
         own = " ".join(f"{each.do.removesuffix('.')}." for each in error.errors)
         convert_it = f"learner data convert {shlex.quote(str(source))} FILE.jsonl"
         do = f"{own} `{convert_it}` takes options for it"
         found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
         raise ContractError(option, found, do) from error
-    tell(console, f"Data file: {out}\n")
-    return part, out
+    return out
 
 
-def check_data(files: Sequence[tuple[Path, Path]], console: Console) -> list[Sample]:
+def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -> list[Sample]:
     """Return the samples of the first file; print counts; raise ContractErrors for all problems.
 
-    files: the current and the final path of each.
+    final: the paths of the files in the published folder.
     """
-    current, final = zip(*files, strict=True)
     canvas = MatchingConfig().maskiou_resolution
-    reports = check_files(current, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
+    reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
     for report, path in zip(reports, final, strict=True):
+        if report.path != path:
+            tell(console, f"Data file: {path}")
         report.path = path
     print_tables(check_tables(reports))
     findings = [each for report in reports for each in report.findings]
@@ -255,7 +248,7 @@ def check_data(files: Sequence[tuple[Path, Path]], console: Console) -> list[Sam
     if findings:
         named = shlex.join(map(str, final))
         tell(console, f"`learner data check {named}` lists the warnings")
-    return read_samples(current[0], allow_poly=False)
+    return read_samples(files[0], allow_poly=False)
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
@@ -285,12 +278,12 @@ def _round_up(tokens: int) -> int:
     return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
 
 
-def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[RunShape]:
+def shapes(options: InitOptions, longest: int, batch: int) -> Iterator[RunShape]:
     """Yield the shapes that the options allow, those nearest to the shipped profile first:
     all weights on one GPU, then on more GPUs, then LoRA; long packs before short ones.
     """
     usual = CPU_PACKS if options.gpu is None else PACKS
-    packs = sorted({max(pack, lengths.longest) for pack in usual}, reverse=True)
+    packs = sorted({max(pack, longest) for pack in usual}, reverse=True)
     for lora in (True,) if options.lora else (False, True):
         learners = [1]
         while not lora and (more := 2 * learners[-1]) < options.gpus and more <= batch:
@@ -303,9 +296,8 @@ def shapes(options: InitOptions, lengths: Lengths, batch: int) -> Iterator[RunSh
 def choose_shape(
     writer: "Writer",
     samples: Sequence[Sample],
-    lengths: Lengths,
     console: Console,
-    count: Callable[..., Estimate] = estimate,
+    count: Callable[[Config, Sequence[Sample], Gpu, int], Estimate] = estimate,
 ) -> RunShape:
     """Return the first shape that fits, by the estimate of a step on the longest samples.
 
@@ -314,11 +306,12 @@ def choose_shape(
     Raises ContractError, with the last shape's reason, if no shape fits.
     """
     gpu, reason = writer.options.gpu, ""
-    for shape in shapes(writer.options, lengths, writer.batch):
+    for shape in shapes(writer.options, writer.lengths.longest, writer.batch):
         if gpu is None:
             note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
             return replace(shape, estimate=note)
-        fitted = _fit(writer, shape, lengths, partial(count, samples=samples, gpu=gpu))
+        found = count(writer.config(shape), samples, gpu, shape.learner_gpus)
+        fitted = _fit(writer, shape, found)
         if isinstance(fitted, RunShape):
             tell(console, f"Fits {gpu.name}: {fitted}. {fitted.estimate}")
             return fitted
@@ -329,29 +322,27 @@ def choose_shape(
     raise ContractError("--gpu", f"nothing fits {writer.options.gpus} x {gpu.name}: {reason}", do)
 
 
-def _fit(
-    writer: "Writer", shape: RunShape, lengths: Lengths, count: Callable[..., Estimate]
-) -> RunShape | str:
+def _fit(writer: "Writer", shape: RunShape, found: Estimate) -> RunShape | str:
     """Return the shape with the settings of its estimate, or the reason why it does not fit."""
-    faults = list[ContractError]()
-    found = count(writer.config(shape, lengths), processes=shape.learner_gpus)
-    note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs "
-    shape = replace(shape, estimate=f"{note}{gib(found.largest.total)} of {gib(found.room)}.")
-    for offload in OFFLOADS:
+    reason = "the learner leaves no memory for its server"
+    need = f"{gib(found.largest.total)} of {gib(found.room)}"
+    note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs {need}."
+    shape = replace(shape, estimate=note)
+    for offload in ("",) if shape.servers else OFFLOADS:
         if not shape.servers:  # shared: the server gets the memory that the learner does not keep
-            shape = replace(shape, share=0.1, offload=offload)
-            kept = replace(found, config=writer.config(shape, lengths)).kept / found.gpu.memory
+            shape = replace(shape, share=LARGEST_SHARE, offload=offload)
+            kept = replace(found, config=writer.config(shape)).kept / found.gpu.memory
             shape = replace(shape, share=min(LARGEST_SHARE, math.floor(20 * (USABLE - kept)) / 20))
             if shape.share is not None and shape.share <= 0:
                 continue
-        fitted = replace(found, config=writer.config(shape, lengths))
+        fitted = replace(found, config=writer.config(shape))
         if not (faults := list(fitted.refusals())):
             return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
-        if shape.servers:
-            break
-    return faults[0].found if faults else "the learner leaves no memory for its server"
+        reason = faults[0].found
+    return reason
 
 
+@dataclass(frozen=True)
 class Writer:
     """Writer of the YAMLs of a new folder.
 
@@ -359,43 +350,44 @@ class Writer:
     samples: number of training samples. warmup: whether a warm-up precedes the run.
     """
 
-    def __init__(
-        self, options: InitOptions, folder: Path, model: Path, samples: int, *, warmup: bool
-    ) -> None:
-        self.options = options
-        most = CPU_BATCH if options.gpu is None else BATCH
-        self.batch = 1 << int(math.log2(min(most, samples)))
-        self._folder = folder
-        self._model = model
-        self._samples = samples
-        self._warmup = warmup
-        self._steps = PASSES * (samples // self.batch)
-        loader = PackageLoader("learner.operate", "templates")
-        jinja = Environment(loader=loader, undefined=StrictUndefined, autoescape=False)
-        jinja.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
-        self._template = jinja.get_template(TEMPLATE)
+    options: InitOptions
+    folder: Path
+    model: Path
+    samples: int
+    warmup: bool
+    lengths: Lengths = Lengths()
 
-    def draft(self) -> Config:
-        """Return a config to measure samples with; its lengths are placeholders."""
-        return self.config(RunShape(self.options.lora, 1, 0, PACKS[0]), Lengths(1, 1, 1))
+    @property
+    def names(self) -> list[str]:
+        """Names of the YAMLs, in the order of the runs."""
+        return [WARMUP, TWO_CHANNEL] if self.warmup else [TWO_CHANNEL]
 
-    def config(self, shape: RunShape, lengths: Lengths) -> Config:
+    @property
+    def batch(self) -> int:
+        most = CPU_BATCH if self.options.gpu is None else BATCH
+        return 1 << int(math.log2(min(most, self.samples)))
+
+    @property
+    def draft(self) -> RunShape:
+        """A shape to measure samples with, before any is chosen."""
+        return RunShape(self.options.lora, 1, 0, PACKS[0])
+
+    def config(self, shape: RunShape) -> Config:
         """Return the config of the run, with the model to measure with."""
-        config = self.write(TWO_CHANNEL, shape, lengths)
-        model = config.model.model_copy(update={"model": self._model})
+        config = self.write(TWO_CHANNEL, shape)
+        model = config.model.model_copy(update={"model": self.model})
         return config.model_copy(update={"model": model})
 
-    def write(self, name: str, shape: RunShape, lengths: Lengths) -> Config:
+    def write(self, name: str, shape: RunShape) -> Config:
         """Write the YAML `name`.yaml, and load it."""
-        options, warmup, path = self.options, name == WARMUP, self._folder / f"{name}.yaml"
-        folder = options.out.absolute()
-        steps = self.steps(name)
-        model = folder / MODEL if self._model != options.model else options.model.absolute()
-        if self._warmup and not warmup:
+        options, warmup, path = self.options, name == WARMUP, self.folder / f"{name}.yaml"
+        folder, steps = options.out.absolute(), self.steps(name)
+        model = folder / MODEL if self.model != options.model else options.model.absolute()
+        if self.warmup and not warmup:
             model = folder / WARMUP / f"checkpoint-{self.steps(WARMUP)}"
         values = {
             "warmup": warmup,
-            "after_warmup": self._warmup,
+            "after_warmup": self.warmup,
             "command": command_of(name, options.out, shape),
             "model": str(model),
             "train": str(options.data.absolute()),
@@ -404,19 +396,23 @@ class Writer:
             "name": f"{options.out.name}_{name}",
             "output_dir": str(folder / name),
             "on_cpu": options.gpu is None,
-            "samples": f"{self._samples:,}",
+            "samples": f"{self.samples:,}",
             "batch": self.batch,
             "steps": steps,
-            "epochs": steps * self.batch / self._samples,
+            "epochs": steps * self.batch / self.samples,
             "save_steps": max(1, steps // 10),
             **asdict(shape),
-            **asdict(lengths),
+            **asdict(self.lengths),
         }
-        publish_text(path, self._template.render(values) + "\n")
+        loader = PackageLoader("learner.operate", "templates")
+        jinja = Environment(loader=loader, undefined=StrictUndefined, autoescape=False)
+        jinja.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+        publish_text(path, jinja.get_template(TEMPLATE).render(values) + "\n")
         return load_config(path)
 
     def steps(self, name: str) -> int:
-        return max(WARMUP_STEPS if name == WARMUP else RUN_STEPS, self._steps)
+        smallest = WARMUP_STEPS if name == WARMUP else RUN_STEPS
+        return max(smallest, PASSES * (self.samples // self.batch))
 
 
 def command_of(name: str, out: Path, shape: RunShape) -> str:

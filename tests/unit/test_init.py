@@ -194,7 +194,7 @@ def test_checkpoint_with_trained_tokens_gets_no_warm_up(
 
 def writer_of(model: Path, scenes: ToyData, out: Path, **options: Any) -> Writer:
     given = init_options(model, scenes, out, **{"gpu": H100, **options})
-    return Writer(given, out, model, 64, warmup=False)
+    return Writer(given, out, model, 64, warmup=False, lengths=Lengths(10, 20, 320))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,9 @@ def counted(
     """The toy's on an H100; tests replace its numbers by larger ones."""
     folder = tmp_path_factory.mktemp("counted")
     writer = writer_of(toy_checkpoint, toy_data, folder, gpu=None, gpus=0)
-    return estimate(writer.draft(), read_samples(toy_data.train_jsonl, allow_poly=False), H100, 1)
+    return estimate(
+        writer.config(writer.draft), read_samples(toy_data.train_jsonl, allow_poly=False), H100, 1
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class Counted:
     served: float | None = None
     moments: float = 0.5
 
-    def __call__(self, config: Config, gpu: Gpu, processes: int, **_: Any) -> Estimate:
+    def __call__(self, config: Config, _: Any, gpu: Gpu, processes: int) -> Estimate:
         share = (0.1 if config.tuner.train_type == "lora" else 1) / processes
         states = self.states * GIB * share
         costs = {
@@ -264,21 +266,20 @@ def test_smallest_change_that_fits_is_chosen(
 ) -> None:
     """states, pack: GiB of all weights, and of a pack of 12,000 tokens."""
     count = Counted(counted, states, pack)
-    lengths = Lengths(10, 20, 320)
     writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
-            choose_shape(writer, [], lengths, console, count)
+            choose_shape(writer, [], console, count)
         assert "GiB" in caught.value.found
         return
-    found = choose_shape(writer, [], lengths, console, count)
+    found = choose_shape(writer, [], console, count)
     assert str(found).startswith(chosen)
-    config = writer.config(found, lengths)
+    config = writer.config(found)
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
     assert (config.rollout_matching.backend == "colocate") == (gpus == 1)
     assert config.tuner.train_type == ("lora" if chosen.startswith("LoRA") else "full")
-    assert not list(count(config, H100, found.learner_gpus).refusals())
+    assert not list(count(config, [], H100, found.learner_gpus).refusals())
 
 
 @pytest.mark.req("ROLL-03")
@@ -287,10 +288,10 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
 ) -> None:
     """A learner of 45 GiB does not fit beside a server that needs 40 GiB."""
     writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=1)
-    count, lengths = Counted(counted, 45, 0, served=40, moments=2 / 3), Lengths(10, 20, 320)
-    found = choose_shape(writer, [], lengths, Console(quiet=True), count)
+    count = Counted(counted, 45, 0, served=40, moments=2 / 3)
+    found = choose_shape(writer, [], Console(quiet=True), count)
     assert (found.offload, found.share) == ("optimizer", 0.7)
-    offload = writer.config(found, lengths).rollout_matching.offload
+    offload = writer.config(found).rollout_matching.offload
     assert offload.enabled
     assert offload.offload_optimizer
     assert not offload.offload_model
