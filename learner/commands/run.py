@@ -140,7 +140,7 @@ def evaluate(
 
     plan = plan_evaluation(load_config(only_config(file, config)), checkpoint, data, out)
     console = Console()
-    tell(console, f"Checkpoint: {plan.checkpoint}")
+    tell(console, f"Checkpoint: {plan.config.model.model}")
     tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
     tell(console, f"Answers: {describe_backend(plan.config, plan.placement)}")
     with showing_waits(console):

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from learner.models.loading import loading
-from learner.models.published import write_published_form
+from learner.models.published import PROCESSOR_FILES, write_published_form
 from learner.runs.atomic_files import publish_directory, require_free
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
@@ -146,7 +146,7 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     with publish_directory(out) as part:
         model.save_pretrained(part)
         processor.save_pretrained(part)
-        write_published_form(part)
+        write_published_form(part, source, PROCESSOR_FILES)
 
 
 def describe_expanded(source: Path, out: Path) -> None:

@@ -7,10 +7,13 @@ transformers 5 saves names that transformers 4.57 does not read. Both read the p
     video_preprocessor_config.json         in place of processor_config.json
     config.json                            rope_theta, rope_scaling, num_experts; that of Qwen3.5,
                                            which 4.57 does not know, is as transformers 5 saves it
+
+Files of a published checkpoint that did not change are copied instead, byte for byte.
 """
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,29 @@ _PROCESSORS = {
 }
 
 
-def write_published_form(folder: Path) -> None:
-    """Rewrite the JSON files of a folder of `save_pretrained`."""
+PROCESSOR_FILES = (*_PROCESSORS.values(), "generation_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
+)
+
+
+def write_published_form(
+    folder: Path, source: Path | None = None, unchanged: Sequence[str] = ()
+) -> None:
+    """Rewrite the JSON files of a folder of `save_pretrained`.
+
+    source: the checkpoint that the files named `unchanged` come from. They are copied if its
+    processor has the published form.
+    """
+    nested = folder / "processor_config.json"
+    if source is not None and (source / PROCESSOR_FILES[0]).is_file():
+        for name in unchanged:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        nested.unlink(missing_ok=True)
     _rewrite(folder / "tokenizer_config.json", _tokenizer)
     _rewrite(folder / "config.json", _config)
-    nested = folder / "processor_config.json"
     if nested.is_file():
         settings = read_json(nested)
         for part, name in _PROCESSORS.items():
@@ -39,7 +60,8 @@ def write_published_form(folder: Path) -> None:
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     settings = read_json(file)
     change(settings)
-    _write(file, settings)
+    if settings != read_json(file):
+        _write(file, settings)
 
 
 def _write(file: Path, settings: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def _evaluate(demo: Demo, config: Config, held_out: list[Sample]) -> Scores:
     )
     evaluation, data = _score(last, held_out), demo.data.val_jsonl
     out = evaluation_folder(run, checkpoint, data)
-    keep_evaluation(evaluation, last, checkpoint, data, out)
+    keep_evaluation(evaluation, last, data, out)
     renew(run, demo.console)
     return evaluation.scores
 

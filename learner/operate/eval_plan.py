@@ -11,8 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from learner.config.schema import Config, FullTuner, LoraTuner
-from learner.data.lengths import read_json
+from learner.config.schema import Config, FullTuner
 from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
@@ -26,21 +25,18 @@ from learner.training.input_checks import (
     read_data,
 )
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER, weight_files
-from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.adapters import weight_files
+from shared_contracts.errors import ContractError
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """config: of the evaluation; its `model.model` is loaded first.
+    """config: of the evaluation; its `model.model` is the scored checkpoint, perhaps an adapter.
 
-    checkpoint: the scored folder. adapter: whether it is an adapter for `model.model`.
     data: the file of `samples`. out: the new folder. placement: of a colocated server.
     """
 
     config: Config
-    checkpoint: Path
-    adapter: bool
     data: Path
     samples: list[Sample]
     out: Path
@@ -75,19 +71,13 @@ def plan_evaluation(
         )
     scored = checkpoint.absolute() if checkpoint else config.model.model
     where = "model.model" if checkpoint is None else "--checkpoint"
-    adapter = checkpoint is not None and (scored / ADAPTER).is_file()
-    if adapter:
-        _check_adapter(config, scored)
-        check_checkpoint(config.model.model)
-    else:
-        _check_weights(scored, where)
+    _check_weights(scored, where)
     check_taught_format(scored, config.custom.answer_format, where)
-    evaluated = _to_score(config, config.model.model if adapter else scored, adapter=adapter)
+    evaluated = _to_score(config, scored)
     if (file := data.absolute() if data else config.data.val_jsonl) is None:
         found = "is missing, and so is --data"
         raise ContractError("data.val_jsonl", found, "Name a file to evaluate on")
-    processor = config.model.model if adapter else scored
-    (file_samples,), bad = read_data(config, [file], processor, watch)
+    (file_samples,), bad = read_data(config, [file], scored, watch)
     samples = [sample for sample in file_samples if sample.sample_id not in bad]
     if not samples:
         first = bad[file_samples[0].sample_id]
@@ -96,21 +86,20 @@ def plan_evaluation(
     placement = check_backend(evaluated, os.environ)
     folder = out.absolute() if out else evaluation_folder(config.training.output_dir, scored, file)
     require_free(folder)
-    return EvaluationPlan(evaluated, scored, adapter, file, samples, folder, placement)
+    return EvaluationPlan(evaluated, file, samples, folder, placement)
 
 
-def _to_score(config: Config, model: Path, *, adapter: bool) -> Config:
-    """Return the config with training-only settings reset: full pushes, no sharding."""
+def _to_score(config: Config, model: Path) -> Config:
+    """Return the config with training-only settings reset: full pushes, no tuner, no sharding."""
     rollout = config.rollout_matching
     sync = rollout.vllm.sync.model_copy(update={"mode": "full"})
     vllm = rollout.vllm.model_copy(update={"sync": sync})
     parts: dict[str, Any] = {
         "model": config.model.model_copy(update={"model": model}),
         "training": config.training.model_copy(update={"data_parallel": "ddp"}),
+        "tuner": FullTuner(),
         "rollout_matching": rollout.model_copy(update={"vllm": vllm}),
     }
-    if not adapter:
-        parts["tuner"] = FullTuner()
     return config.model_copy(update=parts)
 
 
@@ -134,26 +123,6 @@ def _check_weights(folder: Path, where: str) -> None:
     except ContractError as error:
         raise ContractError(where, error.found, error.do) from error
     weight_files(folder, where)
-
-
-def _check_adapter(config: Config, folder: Path) -> None:
-    """Raise ContractError unless the adapter has the config's kind, rank and alpha."""
-    tuner, do = config.tuner, "Give the config of its run, such as its resolved_config.yaml"
-    if not isinstance(tuner, LoraTuner):
-        found = f"{folder} is an adapter, and tuner.train_type of the config is {tuner.train_type}"
-        raise ContractError("--checkpoint", found, do)
-    adapter = read_json(folder / ADAPTER)
-    values = {
-        "lora_rank": (tuner.lora_rank, adapter.get("r")),
-        "lora_alpha": (tuner.lora_alpha, adapter.get("lora_alpha")),
-        "use_dora": (tuner.use_dora, adapter.get("use_dora", False)),
-    }
-    if errors := [
-        ContractError(f"tuner.{key}", f"is {ours}, and that of the adapter is {its}", do)
-        for key, (ours, its) in values.items()
-        if ours != its
-    ]:
-        raise ContractErrors(errors)
 
 
 def evaluation_folder(run: Path, checkpoint: Path, data: Path) -> Path:

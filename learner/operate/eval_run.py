@@ -8,11 +8,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from peft import load_peft_weights, set_peft_model_state_dict
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,16 +17,13 @@ from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import Evaluation, ScoredAnswer
 from learner.analysis.report.answers import badness, unread_answers
 from learner.analysis.report.evaluation_page import descriptions, precisions, thresholds, tiles
-from learner.analysis.report.run_page import error_text
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.distributed.waiting import waiting_for
-from learner.models.load import LoadedModel, lacking_in_adapter, load_model
 from learner.operate.eval_plan import EvaluationPlan
 from learner.rollout.client import RolloutClient
 from learner.runs.console import score, showing_waits
 from learner.training.evaluation import evaluation_facts, score_checkpoint
-from shared_contracts.errors import ContractError
 
 _WORST = 10
 
@@ -41,19 +35,16 @@ def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: 
     """
     disable_progress_bar()
     config = plan.config
-    load = partial(_with_adapter, folder=plan.checkpoint) if plan.adapter else load_model
     with _server_folder() as folder, showing_waits(console):
-        evaluation = score_checkpoint(config, plan.samples, clients, folder, plan.placement, load)
+        evaluation = score_checkpoint(config, plan.samples, clients, folder, plan.placement)
     with showing_waits(console), waiting_for("the scores"):
-        return keep_evaluation(evaluation, config, plan.checkpoint, plan.data, plan.out)
+        return keep_evaluation(evaluation, config, plan.data, plan.out)
 
 
-def keep_evaluation(
-    evaluation: Evaluation, config: Config, checkpoint: Path, data: Path, out: Path
-) -> Scored:
-    """Score answers to the samples of `data`, and write the folder `out`."""
+def keep_evaluation(evaluation: Evaluation, config: Config, data: Path, out: Path) -> Scored:
+    """Score answers of `model.model` to the samples of `data`, and write the folder `out`."""
     scored = Scored.of(evaluation.answers, data, polygons=config.allow_poly)
-    facts = {"checkpoint": str(checkpoint), **evaluation_facts(config, data)}
+    facts = {"checkpoint": str(config.model.model), **evaluation_facts(config, data)}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_evaluation(out, scored, facts)
     return scored
@@ -69,29 +60,6 @@ def _server_folder() -> Iterator[Path]:
     finally:
         with suppress(OSError):  # gone, or not empty
             folder.rmdir()
-
-
-def _with_adapter(config: Config, folder: Path) -> LoadedModel:
-    """Return the model of the config with the weights of an adapter folder."""
-    loaded = load_model(config)
-    try:
-        weights = load_peft_weights(str(folder))
-        if lacking := lacking_in_adapter(loaded.model, weights):
-            raise _mismatch(folder, f"it {lacking}")
-        result: Any = set_peft_model_state_dict(loaded.model, weights)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _mismatch(folder, error_text(error)) from error
-    if result.unexpected_keys:
-        raise _mismatch(folder, f"no place for {result.unexpected_keys[0]}")
-    return loaded
-
-
-def _mismatch(folder: Path, found: str) -> ContractError:
-    return ContractError(
-        "--checkpoint",
-        f"the adapter in {folder} does not fit the model of the config ({found})",
-        "Give the config of the run that made it, such as its resolved_config.yaml",
-    )
 
 
 def tables(scored: Scored) -> list[Table]:

@@ -23,11 +23,13 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
+from learner.config.yaml12 import read_mapping
+from learner.data.lengths import read_tokenizer
 from learner.models.families import family_of, vision_inputs
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
 from learner.models.prompts import encode_request
-from learner.models.published import write_published_form
+from learner.models.published import PROCESSOR_FILES, TOKENIZER_FILES, write_published_form
 from learner.operate.eval_plan import require_whole
 from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
@@ -37,6 +39,7 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call, prompts
 from learner.runs.atomic_files import publish_directory, require_free
 from learner.runs.checkpoint import newest_whole
 from learner.runs.hub import push_folder
+from learner.runs.run_folder import RESOLVED
 from learner.stages.tokens import CoordVocab
 from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError, RunError
@@ -86,12 +89,30 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
         model.name_or_path = model.config.name_or_path = ""  # no path of this machine
         model.save_pretrained(part)
         processor.save_pretrained(part)
-        write_published_form(part)
+        source = _first_model(checkpoint)
+        write_published_form(part, source, (*PROCESSOR_FILES, *TOKENIZER_FILES))
         write_model_card(checkpoint, part)
         proofs = [_prove_by_transformers(model, processor, part)]
         if verify == "all":
             proofs.append(_prove_by_vllm(model, processor, part))
     return proofs
+
+
+def _first_model(checkpoint: Path) -> Path:
+    """Return the model that the runs up to a checkpoint began with; `checkpoint` outside of a run.
+
+    It has the same tokenizer and processor: no run changes them. A folder that is gone, or that
+    has another tokenizer now, ends the search.
+    """
+    folder, vocabulary = checkpoint, read_processor(checkpoint).tokenizer.get_vocab()
+    while (config := folder.parent / RESOLVED).is_file():
+        before = Path(read_mapping(config)["model"]["model"])
+        if before.parent == folder.parent or not (before / "tokenizer.json").is_file():
+            break
+        if read_tokenizer(before / "tokenizer.json").get_vocab() != vocabulary:
+            break
+        folder = before
+    return folder
 
 
 def push_export(out: Path, repository: str, *, private: bool) -> str:

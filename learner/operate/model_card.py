@@ -110,19 +110,11 @@ def _scores(run: RunFolder, manifest: CheckpointManifest | None) -> Iterator[str
     yield f"The last evaluation of the run, after step {lines[-1]['step']}:\n"
     yield "| metric | value |"
     yield "| --- | --- |"
-    scores = ((key, value) for key, value in lines[-1].items() if key in _SCORES)
-    for key, value in sorted(scores, key=lambda item: _SCORES.index(item[0])):
-        yield f"| {key.removeprefix('eval/')} | {'none' if value is None else f'{value:.4g}'} |"
+    for name, value in lines[-1].items():
+        if name.startswith("eval/"):
+            shown = "none" if value is None else f"{value:.4g}"
+            yield f"| {name.removeprefix('eval/')} | {shown} |"
     yield ""
-
-
-_SCORES = [
-    f"eval/{name}"
-    for name in (
-        *("f1", "precision", "recall", "f1_95", "f1_miou", "box_f1", "ap", "ap50", "ap75", "ar"),
-        *("box_ap", "segm_ap", "duplicates", "oversized", "predicted", "ground_truths", "dropped"),
-    )
-]
 
 
 def _versions(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -86,14 +86,13 @@ def score_checkpoint(
     clients: list[RolloutClient],
     folder: Path | None = None,
     placement: Placement | None = None,
-    load: Callable[[Config], LoadedModel] = load_model,
 ) -> Evaluation:
     """Score the answers of `model.model` by the backend of `config`.
 
-    folder, placement: of a colocated server, if there is one. load: loads the scored model.
+    folder, placement: of a colocated server, if there is one.
     """
     with waiting_for("the model to be loaded"):
-        loaded = load(config)
+        loaded = load_model(config)
     folder = folder or Path(config.training.output_dir)
     with waiting_for("rollouts to be set up"):
         backend = open_backend(config, loaded, clients, folder, samples, placement)

@@ -1,6 +1,7 @@
 """Exported models are those that transformers 4.57 reads."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,25 @@ def test_an_export_has_the_names_of_published_checkpoints(exported: Path) -> Non
     configs = [AutoConfig.from_pretrained(each) for each in (before, after)]
     ropes: list[Any] = [config.get_text_config().rope_parameters for config in configs]
     assert ropes[0] == ropes[1]
+
+
+def test_files_that_a_run_did_not_change_are_copied_byte_for_byte(
+    exported: Path, tmp_path: Path
+) -> None:
+    """The checkpoint has the same tokenizer and processor in the form of transformers 5."""
+    published = shutil.copytree(exported / "exported", tmp_path / "published")
+    names = ["preprocessor_config.json", "tokenizer_config.json", "generation_config.json"]
+    for name in names:
+        content = json.loads((published / name).read_text())
+        (published / name).write_text(json.dumps(content, indent=7))
+    checkpoint = shutil.copytree(exported / "model", tmp_path / "run" / "checkpoint-1")
+    resolved = tmp_path / "run" / "resolved_config.yaml"
+    resolved.write_text(json.dumps({"model": {"model": str(published)}}))
+    out = tmp_path / "out"
+    export(checkpoint, out, "auto", "transformers")
+    assert not (out / "processor_config.json").exists()
+    for name in (*names, "tokenizer.json", "video_preprocessor_config.json"):
+        assert (out / name).read_bytes() == (published / name).read_bytes(), name
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from learner.analysis.evaluation.folder import (
 from learner.analysis.evaluation.scores import ScoredAnswer
 from learner.cli import app
 from learner.commands.data import data_app
-from learner.config import dump_mapping, load_mapping, merge, parse_config
+from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -61,18 +61,11 @@ def copied(checkpoint: Path, folder: Path, *, without: str = "") -> Path:
     return folder
 
 
-def adapter(folder: Path, **changed: Any) -> Path:
-    folder.mkdir()
-    made = {"r": 2, "lora_alpha": 4, "use_dora": False, **changed}
-    (folder / "adapter_config.json").write_text(json.dumps(made))
-    return folder
-
-
 def test_model_and_data_come_from_the_config_or_the_options(
     config: Config, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     plan = plan_evaluation(config)
-    assert (plan.checkpoint, plan.data) == (toy_checkpoint, toy_data.val_jsonl)
+    assert (plan.config.model.model, plan.data) == (toy_checkpoint, toy_data.val_jsonl)
     assert len(plan.samples) == 4
     names = []
     for _ in range(3):
@@ -84,7 +77,7 @@ def test_model_and_data_come_from_the_config_or_the_options(
     assert find_start(config, processes=1) == BEGINNING, "the run can still start"
     other = copied(toy_checkpoint, tmp_path / "checkpoint-7")
     plan = plan_evaluation(config, other, toy_data.train_jsonl, tmp_path / "out")
-    assert plan.config.model.model == plan.checkpoint == other
+    assert plan.config.model.model == other
     assert (len(plan.samples), plan.out) == (24, tmp_path / "out")
 
 
@@ -99,24 +92,6 @@ def test_full_weights_are_pushed_and_training_is_not_set_up(
     assert plan.config.rollout_matching.vllm.sync.mode == "full"
     assert plan.config.tuner.train_type == "full"
     assert plan.config.training.data_parallel == "ddp"
-
-
-def test_adapter_is_scored_on_the_model_of_the_config_and_must_fit_it(
-    mapping: dict[str, Any], toy_checkpoint: Path, tmp_path: Path
-) -> None:
-    plan = plan_evaluation(parse_config(merge(mapping, LORA)), adapter(tmp_path / "checkpoint-8"))
-    assert plan.adapter
-    assert (plan.config.model.model, plan.out.name) == (toy_checkpoint, "checkpoint-8-val")
-    folder = adapter(tmp_path / "checkpoint-9", r=8, use_dora=True)
-    with pytest.raises(ContractErrors) as caught:
-        plan_evaluation(parse_config(merge(mapping, LORA)), folder)
-    assert [error.where for error in caught.value.errors] == ["tuner.lora_rank", "tuner.use_dora"]
-    with pytest.raises(ContractError, match="is an adapter") as refused:
-        plan_evaluation(parse_config(mapping), folder)
-    assert "resolved_config.yaml" in refused.value.do
-    (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(ContractError, match="cannot be read"):
-        plan_evaluation(parse_config(merge(mapping, LORA)), folder)
 
 
 @pytest.mark.req("RUN-01")
@@ -239,7 +214,7 @@ def test_command_gives_the_answers_of_the_run(trained_run: TrainedRun, tmp_path:
     assert f'<dt>Held-out F1</dt><dd><a href="evaluations/{out.name}/report.html">' in page
 
 
-def test_adapter_answers_as_in_its_run_and_fits_only_its_layers(
+def test_adapter_answers_as_in_its_run(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path, toy_checkpoint, toy_data, **FAST_LORA)
@@ -257,13 +232,12 @@ def test_adapter_answers_as_in_its_run_and_fits_only_its_layers(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     file = checkpoint / "adapter_model.safetensors"
-    for layers, found in ((["o_proj"], "no place for"), ("all-linear", "it lacks 1 parameter,")):
-        if layers == "all-linear":
-            save_file(dict(sorted(load_file(file).items())[1:]), file)
-        tuner = {"tuner": {"target_modules": layers}}
-        config.write_text(dump_mapping(merge(load_mapping(config), tuner)))
-        with pytest.raises(ContractError, match=f"not fit the model of the config .{found}"):
-            evaluate(config, "--checkpoint", checkpoint, "--out", tmp_path / "out")
+    save_file(dict(sorted(load_file(file).items())[1:]), file)
+    with pytest.raises(ContractError, match="is not whole"):
+        evaluate(config, "--checkpoint", checkpoint, "--out", tmp_path / "out")
+    (checkpoint / "rollmatch_state.json").unlink()
+    with pytest.raises(ContractError, match="lacks 1 parameter,"):
+        evaluate(config, "--checkpoint", checkpoint, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "tmp").iterdir()) == []
 
