@@ -144,7 +144,7 @@ ANSWER_FAULTS: dict[AnswerFault, str] = {
     "prose_before": "other text before the first bracket",
     "fenced": "a code fence before the first bracket",
     "other_format": "brackets or keys of another answer format",
-    "wrong_container": "objects in a bracket too many, or a bracket that is missing",
+    "wrong_container": "brackets around the objects that are missing or too many, or no end",
     "text_behind": "text behind the closed container, which is not read",
 }
 

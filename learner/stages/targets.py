@@ -282,6 +282,9 @@ def assess(
         they are matched (CLEAN-01); None: nothing is removed.
     """
     parsed = answers.parse(rollout.response_token_ids, tokenizer, allow_poly=allow_poly)
+    ended = rollout.finish_reason == "stop" and not rollout.repeat_terminated
+    if parsed.truncated and ended and parsed.fault is None:  # its last bracket is lost
+        parsed = replace(parsed, fault="wrong_container")
     duplicates: tuple[Duplicate, ...] | None = None
     left_out = None
     if duplicate_iou is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -417,6 +418,9 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
         ("object_keys", KEYS + KEYS, 1, "text_behind"),
         ("object_keys", "{" + KEYS[1:-1] + f'], "object_2": {OBJECT}}}', 1, "wrong_container"),
         ("object_keys", f'{{"object_1": [{OBJECT}]}}', 0, "wrong_container"),
+        ("object_keys", OBJECT, 0, "wrong_container"),
+        ("object_keys", f"{{{KEYS}", 0, "wrong_container"),
+        ("object_keys", KEYS[:-1], 1, "wrong_container"),
         ("object_keys", ARRAY, 0, "other_format"),
         ("object_keys", QWEN, 0, "other_format"),
         ("object_keys", f"```json\n{KEYS}\n```", 0, "fenced"),
@@ -427,9 +431,15 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
         ("objects_array", ARRAY + ARRAY, 1, "text_behind"),
         ("objects_array", f'{{"objects": [[{OBJECT}]]}}', 0, "wrong_container"),
         ("objects_array", f'{{"objects": [{OBJECT}}}', 1, "wrong_container"),
-        ("objects_array", f'{{"objects": {OBJECT}}}', 0, "other_format"),
+        ("objects_array", f'{{"objects": {OBJECT}}}', 0, "wrong_container"),
+        ("objects_array", f"[{OBJECT}]", 0, "wrong_container"),
+        ("objects_array", OBJECT, 0, "wrong_container"),
+        ("objects_array", ARRAY[:-1], 1, "wrong_container"),
         ("objects_array", KEYS, 0, "other_format"),
         ("compact", CAT_LINE + ".", 1, None),
+        ("compact", f"[\n{CAT_LINE}].", 1, "wrong_container"),
+        ("compact", f"[[\n{CAT_LINE}]\n]\n.", 1, "wrong_container"),
+        ("compact", CAT_LINE, 1, "wrong_container"),
         ("compact", KEYS, 0, "other_format"),
         ("compact", QWEN.replace(", ", ",\n"), 0, "other_format"),
         ("compact", f"```json\n{KEYS}\n```", 0, "fenced"),
@@ -438,8 +448,14 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
 def test_the_reason_of_each_unread_answer(
     tokenizer: PreTrainedTokenizerFast, name: str, text: str, objects: int, fault: str | None
 ) -> None:
-    answers: AnswerFormat = load_registered(ANSWER_FORMATS, name)
-    parsed = answers.parse(encode(tokenizer, text), tokenizer)
+    parsed = assess(
+        Sample("a:1", (), 64, 64, (CAT,)),
+        replace(rollout([], encode(tokenizer, text)), finish_reason="stop"),
+        tokenizer,
+        partial(match_objects, config=MatchingConfig()),
+        allow_poly=True,
+        answers=load_registered(ANSWER_FORMATS, name),
+    ).parsed
     assert (len(parsed.objects), parsed.fault) == (objects, fault)
 
 

@@ -25,6 +25,7 @@ from learner.stages.formats import ReadBack, object_key
 from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
 from learner.stages.tokens import Tokenizer
 from learner.types import (
+    AnswerFault,
     DropReason,
     FieldOrder,
     GeometryKind,
@@ -35,6 +36,7 @@ from learner.types import (
 
 CLOSING = "."
 _LINE = re.compile(r"[^\n]*\n")
+_BRACKETS = re.compile(r"^[ \t,]*[{}\[\]][ \t,{}\[\]]*\.?$", re.MULTILINE)
 
 
 class _Line(NamedTuple):
@@ -136,8 +138,15 @@ def _assess(scan: _Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
         truncated=not scan.closed and not nothing,
         invalid_rollout=nothing,
         entry_ends=entry_ends,
-        fault=None if objects else lead_in(answer.tokens.text),
+        fault=_fault(answer.tokens.text, bool(objects)),
     )
+
+
+def _fault(text: str, has_objects: bool) -> AnswerFault | None:
+    """Return why a text is not read, or has lines of brackets alone."""
+    if not has_objects:
+        return lead_in(text)
+    return "wrong_container" if _BRACKETS.search(text) else None
 
 
 def _cut(lines: Sequence[_Line], answer: Answer) -> tuple[int, list[int]]:

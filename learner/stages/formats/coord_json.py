@@ -29,7 +29,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from learner.stages.formats import object_key
-from learner.stages.formats.json_objects import JsonFormat, object_text
+from learner.stages.formats.json_objects import JsonFormat, object_text, other_container
 from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, Scanner
 from learner.stages.tokens import Edit
 from learner.types import AnswerFault, FieldOrder, GroundTruthObject, ParsedRollout
@@ -64,7 +64,7 @@ class CoordJson(JsonFormat):
         if scan.unfinished is not None:
             keys.append(scan.unfinished.key)
         if keys and not any(map(_OBJECT_KEY.fullmatch, keys)):
-            return "other_format"
+            return other_container(text)
         return super().fault(scan, text)
 
     def removals(self, scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:

@@ -39,6 +39,8 @@ from learner.types import (
 GEOMETRY_KEYS = ("bbox_2d", "poly")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# An object of these formats with no key, or in other brackets than the format's.
+_NO_CONTAINER = re.compile(r'[\s{\[]*"desc"\s*:|\s*\{\s*[{\[]')
 
 # How each bin may be written in an array: quoted, or bare and read as a number.
 _SPELLINGS = [(coord_token(k), k) for k in range(COORD_BINS)]
@@ -79,7 +81,7 @@ class JsonFormat:
     def fault(self, scan: Scanner, text: str) -> AnswerFault | None:
         """Return why `text` was not read as this format, or not to its end."""
         if scan.open_at is None:
-            return lead_in(text)
+            return other_container(text)
         if scan.unpaired:
             return "wrong_container"
         return "text_behind" if scan.text_behind else None
@@ -157,6 +159,11 @@ class JsonFormat:
             unaligned=unaligned,
             fault=fault,
         )
+
+
+def other_container(text: str) -> AnswerFault | None:
+    """Return why a text has no entries of a format in JSON; None for text without a bracket."""
+    return "wrong_container" if _NO_CONTAINER.match(text) else lead_in(text)
 
 
 def _cut(scan: Scanner, answer: Answer) -> tuple[int, list[int]] | None:

@@ -18,6 +18,7 @@ An answer that does not begin with `{"objects":[` has no objects; its target is 
 brace where the list is still open.
 """
 
+import re
 from collections.abc import Sequence
 
 from learner.stages.formats import object_key
@@ -28,6 +29,7 @@ from shared_contracts.errors import ContractError
 
 HEAD, CLOSING = '{"objects":[', "]}"
 SEPARATORS = (",", ":")
+_NO_LIST = re.compile(r'\s*\{\s*"objects"\s*:')
 
 
 class ObjectsArray(JsonFormat):
@@ -46,6 +48,8 @@ class ObjectsArray(JsonFormat):
         """A text that ends within the head is none of another format."""
         if scan.open_at is None and HEAD.startswith("".join(text.split())):
             return None
+        if scan.open_at is None and _NO_LIST.match(text):
+            return "wrong_container"
         return super().fault(scan, text)
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
