@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from learner.data.records import Corners, Format, Order, Scale
+from learner.data.detection import Format
+from learner.data.records import Corners, Order, Scale
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
 
@@ -115,8 +116,9 @@ def convert(
     counted.
     """
     from learner.data.conversion import convert, write_records
-    from learner.data.formats import detect_format, read_other, require_jsonl, write_other
-    from learner.data.jsonl import write_lines
+    from learner.data.detection import detect_format, require_jsonl
+    from learner.data.files import write_lines
+    from learner.data.formats import read_other, write_other
     from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
 

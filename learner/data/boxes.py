@@ -4,7 +4,7 @@ Scales: fractions, bins (0 to 999), thousandths (0 to 1000) or pixels. Orders: t
 corner with width and height. A file has one scale and one order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from learner.data.records import Corners, Scale, Size
@@ -35,6 +35,14 @@ class Reading(NamedTuple):
         """Return x1, y1, x2, y2 in pixels."""
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
+
+    def count_inside(self, boxes: Iterable[tuple[Numbers, Size]]) -> int:
+        """Return the number of boxes with an area that end in their images, or a pixel beyond."""
+        count = 0
+        for box, size in boxes:
+            x1, y1, x2, y2 = self.pixels(box, size)
+            count += x1 < x2 <= size[0] + 1 and y1 < y2 <= size[1] + 1
+        return count
 
 
 def find_reading(

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from learner.data.boxes import FAULTY, Reading, find_reading
-from learner.data.formats import require_jsonl
+from learner.data.files import DataProblem
 from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
-from learner.data.jsonl import MAX_BIN, Box, DataProblem, scan
+from learner.data.jsonl import MAX_BIN, Box, scan
 from learner.data.lengths import SampleLengths
 from learner.data.records import Scale, Size
 from learner.stages.matching import covers_a_pixel
@@ -76,7 +76,6 @@ def check_files(
     reports: list[FileReport] = []
     uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
     for path in paths:
-        require_jsonl(path)
         report, samples = FileReport(path), []
         boxes: list[tuple[str, Box, Size]] = []
         for number, line in enumerate(scan(path, allow_poly=allow_poly), start=1):
@@ -116,9 +115,7 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
         scales = () if few else ("0..1000", "pixels")
     elif not bins[found.scale]:
         scale, scales = found.scale, (found.scale,)
-    reading = Reading(scale, "xywh", evidence)
-    ends = [reading.pixels(box, size)[2:] for box, size in zip(numbers, sizes, strict=True)]
-    inside = sum(x <= w and y <= h for (x, y), (w, h) in zip(ends, sizes, strict=True))
+    inside = Reading(scale, "xywh", evidence).count_inside(zip(numbers, sizes, strict=True))
     fit = len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes)
     if fit and scale != "0..1":  # rounded numbers tell nothing of fractions
         text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"

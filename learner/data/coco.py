@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.data.boxes import FAULTY, Reading
-from learner.data.jsonl import MAX_SIDE, bounding_box, is_description, read_text, strict_json
+from learner.data.files import read_text, strict_json
+from learner.data.jsonl import MAX_SIDE, bounding_box, is_description
 from learner.data.records import (
     Account,
     Annotation,
@@ -33,7 +34,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
 _COCO_JSON = "Name a JSON file of COCO instances."
-# Fewest boxes that show their order.
+# Fewest boxes that show their scale and order.
 _FEWEST = 5
 # Key of `metadata` -> key of an LVIS image.
 LVIS_LISTS = {
@@ -51,7 +52,7 @@ def read_coco(
     annotation without a box gets the bounding box of its polygons or mask.
 
     Raises ContractError for another kind of file, for repeated ids of images or categories, for
-    unknown category ids in LVIS lists, and, unless `corners` is given, for boxes like corners.
+    unknown category ids in LVIS lists, and for boxes of another scale or order than stated.
     """
     text = read_text(path, _COCO_JSON)
     document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
@@ -76,29 +77,31 @@ def read_coco(
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
     found = list(of_image.values())
-    if corners is None:
-        _refuse_corners(found, scale or "pixels")
+    _require_plausible(found, scale, corners)
     return Source(folder or _folder_of(path, found), found, account, corners or "xywh")
 
 
-def _refuse_corners(pictures: Sequence[SourceImage], scale: Scale) -> None:
-    """Raise ContractError if most boxes leave their images as x, y, width, height alone."""
-    corners = [
-        (*Reading(scale, "xyxy", "").pixels(one.box, picture.size), *picture.size)
-        for picture in pictures
-        if picture.size is not None
-        for one in picture.annotations
-        if one.fault is None
-    ]
-    outside = sum(a + c > width or b + d > height for a, b, c, d, width, height in corners)
-    inside = sum(
-        a < c <= width + 1 and b < d <= height + 1 for a, b, c, d, width, height in corners
+def _require_plausible(
+    pictures: Sequence[SourceImage], scale: Scale | None, corners: Corners | None
+) -> None:
+    """Raise ContractError for boxes like fractions or corners, if that is not stated."""
+    boxes = [(one.box, p.size) for p in pictures for one in p.annotations if one.fault is None]
+    if len(boxes) < _FEWEST:
+        return
+    if scale is None and max(max(box) for box, _ in boxes) <= 1:
+        found = f"no number of {len(boxes)} boxes is above 1, and COCO's are in pixels"
+        raise ContractError("--scale", found, "State the scale: --scale 0..1, or --scale pixels")
+    known = [(box, size) for box, size in boxes if size is not None]
+    if corners is not None or not known:
+        return
+    orders: tuple[Corners, Corners] = ("xywh", "xyxy")
+    outside, outside_as_corners = (
+        len(known) - Reading(scale or "pixels", order, "").count_inside(known) for order in orders
     )
-    fits = outside <= len(corners) / 2 or inside < (1 - FAULTY) * len(corners)
-    if len(corners) >= _FEWEST and not fits:
+    if outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known):
         found = (
-            f"as x, y, width, height {outside} of {len(corners)} boxes leave their images, and as "
-            f"corners {len(corners) - inside}"
+            f"as x, y, width, height {outside} of {len(known)} boxes leave their images, and as "
+            f"corners {outside_as_corners}"
         )
         do = "State the order: --boxes xyxy for two corners, or --boxes xywh"
         raise ContractError("--boxes", found, do)

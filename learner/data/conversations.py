@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from learner.data.coco import image_name, pixel_xywh
-from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json, write_lines
+from learner.data.detection import LISTS, NAMES
+from learner.data.files import records, write_lines
 from learner.data.records import Account, Annotation, Corners, Rule, Scale, Source, SourceImage
 from learner.types import Sample
 
-LISTS = ("objects", "annotations", "detections", "boxes")
 _BOXES = ("bbox_2d", "bbox", "box")
-NAMES = ("label", "ref", "desc", "name", "category", "phrase", "caption")
 _ANSWERS = ("assistant", "gpt", "model")
 _SWIFT_SCALES: dict[Any, Scale] = {"real": "pixels", "norm1": "0..1"}
 _PLACEHOLDER = re.compile(r"<ref-object>|<bbox>")
@@ -36,23 +35,6 @@ class _Box(NamedTuple):
     name: Any
     numbers: Any
     scale: Scale | None = None
-
-
-def records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each line of JSONL, or entry of a JSON list or lone object.
-
-    Blank lines are skipped.
-    """
-    first = next((raw.strip() for raw in raw_lines(path) if raw.strip()), b"")
-    if first.startswith(b"[") or first == b"{":  # one JSON value over several lines
-        do = "Write a JSON list, or JSONL."
-        value = strict_json(read_text(path, do), str(path), do)
-        for index, entry in enumerate(value if isinstance(value, list) else [value]):
-            yield f"{path.name}[{index}]", entry
-    else:
-        for number, raw in enumerate(raw_lines(path), start=1):
-            if raw.strip():
-                yield f"{path.name}:{number}", parse_line(raw, f"{path}:{number}")
 
 
 def read_conversations(

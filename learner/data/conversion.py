@@ -12,6 +12,7 @@ from typing import Any
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.boxes import Reading, find_reading
+from learner.data.files import write_lines
 from learner.data.images import (
     ImageInfo,
     ImageResult,
@@ -20,7 +21,7 @@ from learner.data.images import (
     inspect_all,
     inspect_header,
 )
-from learner.data.jsonl import bounding_box, write_lines
+from learner.data.jsonl import bounding_box
 from learner.data.records import Account, Annotation, Order, Rule, Scale, Size, Source, SourceImage
 from learner.stages.coords import encode_bin
 from learner.stages.matching import covers_a_pixel

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from learner.data.jsonl import DataProblem
+from learner.data.files import DataProblem
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 # Pillow decodes images above 89 megapixels with a warning.

@@ -14,17 +14,16 @@ evaluations read its `CATEGORY_LISTS`. Unknown keys are errors. Descriptions bec
     build_request  a sample as the conversation that both server and learner encode
 
 A newline ends a line; a carriage return before it and a byte-order mark at the start of the file
-are ignored. A line is one object of strict JSON: `NaN`, `Infinity` and repeated keys are errors.
+are ignored.
 """
 
-import codecs
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from learner.runs.atomic_files import publish_text
+from learner.data.detection import require_jsonl
+from learner.data.files import DataProblem, capped, parse_line, raw_lines
 from learner.stages.tokens import IM_END
 from learner.types import (
     CATEGORY_LISTS,
@@ -34,17 +33,13 @@ from learner.types import (
     Shape,
     normalized,
 )
-from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
 from shared_contracts.strict_model import shown
 
-MAX_SHOWN_ERRORS = 20
 MAX_BIN = 999
 # Above the limit of every supported image format; keeps token counts and areas finite.
 MAX_SIDE = 1_000_000
 Box = tuple[int, int, int, int]
-_ONE_OBJECT = "Write one JSON object a line."
-_SHOWN = 80
 # Text that a target cannot contain: unpaired surrogates, special tokens.
 _UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
@@ -54,120 +49,10 @@ _EXAMPLES: dict[GeometryKind, str] = {
 }
 
 
-class DataProblem(ContractError):
-    """A problem of one line of a data file; `where` is `file:line`.
-
-    kind: the name that summaries count it under. warning: the line is still valid.
-    """
-
-    def __init__(
-        self, kind: str, where: str, found: str, do: str, *, warning: bool = False
-    ) -> None:
-        super().__init__(where, found, do)
-        self.kind = kind
-        self.warning = warning
-
-
-def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
-    """Return the first errors, and the number of the others as one more error."""
-    hidden = len(errors) - MAX_SHOWN_ERRORS
-    if hidden <= 0:
-        return ContractErrors([*errors])
-    found = f"{hidden} more problems ({len(errors)} in all)"
-    more = ContractError(where, found, "Correct these first, then run the command again.")
-    return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
-
-
 def bounding_box(shape: Shape) -> Box:
     """Return x1, y1, x2, y2 in bins."""
     xs, ys = shape.coords[0::2], shape.coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
-
-
-def raw_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, without line ends.
-
-    Raises ContractError for a missing, unreadable or empty file.
-    """
-    do = "Name a JSONL file with one sample a line."
-    _require_file(path, do)
-    empty = True
-    try:
-        with path.open("rb") as file:
-            for raw in file:
-                line = raw.removeprefix(codecs.BOM_UTF8) if empty else raw
-                empty = False
-                yield line.removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
-    if empty:
-        raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
-
-
-def read_text(path: Path, do: str) -> str:
-    """Return the text of a UTF-8 file; raises ContractError with the remedy `do`."""
-    _require_file(path, do)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
-
-
-def _require_file(path: Path, do: str) -> None:
-    if not path.is_file():
-        found = "this is not a file" if path.exists() else "there is no such file"
-        raise ContractError(str(path), found, do)
-
-
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Publish a JSONL file atomically; creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
-
-
-def parse_line(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of one line; raises `DataProblem`."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.start + 1} of the line is not UTF-8"
-        raise DataProblem("not UTF-8", where, found, "Save the file as UTF-8.") from error
-    if not text.strip():
-        raise DataProblem("empty line", where, "the line is empty", "Remove it.")
-    record = strict_json(text, where)
-    if not isinstance(record, dict):
-        found = f"{shown(record)} is no JSON object"
-        raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
-    return record
-
-
-def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool = False) -> Any:
-    """Return the value of strict JSON text; raises `DataProblem`."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            found = f"the key {shown(repeated)} is given {keys.count(repeated)} times in one object"
-            raise DataProblem("repeated key", where, found, "Keep one of them.")
-        return record
-
-    def refuse(constant: str) -> NoReturn:
-        found = f"not JSON ({constant} is no number there)"
-        raise DataProblem("not JSON", where, found, "Write a number, or null.")
-
-    constant = float if allow_nan else refuse
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        detail = f"{error.msg} at character {error.pos + 1}"
-    except RecursionError:
-        detail = "nested too deeply"
-    except ValueError:  # more digits than int() accepts
-        detail = "a number is too long"
-    start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
-    raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
 
 
 class Line(NamedTuple):
@@ -198,8 +83,9 @@ def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
 def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
     """Yield the lines of a data file; arguments as in `read_samples`.
 
-    Raises ContractError for a missing, unreadable or empty file.
+    Raises ContractError for a missing, unreadable or empty file, and for one of another format.
     """
+    require_jsonl(path)
     for number, raw in enumerate(raw_lines(path), start=1):
         reader = _LineReader(path, number, allow_poly)
         sample = reader.read(raw)

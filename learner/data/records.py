@@ -19,7 +19,6 @@ from learner.data.jsonl import is_description
 from learner.types import normalized
 from shared_contracts.strict_model import shown
 
-Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
 Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
 Corners = Literal["xyxy", "xywh"]
 Order = Literal["file", "left-to-right", "top-to-bottom"]

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
+from learner.data.files import DataProblem
 from learner.data.images import ImageResults
-from learner.data.jsonl import DataProblem
 from learner.data.records import Account, Rule
 from learner.runs.console import tell
 from shared_contracts.cli import describe, printable

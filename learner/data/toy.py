@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from learner.data.coco import to_coco, write_document
-from learner.data.jsonl import read_samples, write_lines
+from learner.data.files import write_lines
+from learner.data.jsonl import read_samples
 from learner.data.toy_scenes import WORLDS, SceneObject, WorldName
 from learner.runs.atomic_files import publish_directory
 from learner.stages.coords import encode_bin

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from learner.data.coco import pixel_xywh
-from learner.data.jsonl import read_text
+from learner.data.files import read_text
 from learner.data.records import Account, Annotation, Rule, Size, Source, SourceImage
 from learner.runs.atomic_files import publish_directory, writing
 from learner.types import Sample

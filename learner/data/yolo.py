@@ -20,7 +20,9 @@ from ruamel.yaml.error import YAMLError
 
 from learner.config.yaml12 import dump_mapping
 from learner.data.coco import pixel_xywh
-from learner.data.jsonl import bounding_box, read_text
+from learner.data.detection import DATA_YAML
+from learner.data.files import read_text
+from learner.data.jsonl import bounding_box
 from learner.data.records import Account, Annotation, Rule, Source, SourceImage
 from learner.runs.atomic_files import publish_directory, writing
 from learner.stages.coords import decode_bin
@@ -28,7 +30,6 @@ from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
-DATA_YAML = "data.yaml"
 _SPLITS = ("train", "val", "test")
 # Image suffixes of Ultralytics. Images in formats that Rollmatch cannot decode are counted.
 _SUFFIXES = (

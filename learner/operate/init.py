@@ -31,8 +31,10 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
 from learner.data.conversion import convert, write_records
-from learner.data.formats import detect_format, read_other
-from learner.data.jsonl import capped, read_samples
+from learner.data.detection import detect_format
+from learner.data.files import capped
+from learner.data.formats import read_other
+from learner.data.jsonl import read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, print_tables, show_conversion, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab

@@ -18,9 +18,9 @@ from pathlib import Path
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
-from learner.data.formats import require_jsonl
+from learner.data.files import capped
 from learner.data.images import Watch, image_problem, inspect_header, try_inspect
-from learner.data.jsonl import capped, read_samples, scan
+from learner.data.jsonl import read_samples, scan
 from learner.data.lengths import image_rule
 from learner.data.order import image_faults
 from learner.data.show import watch
@@ -141,7 +141,7 @@ class InputChecks:
         data = self._config.data
         if not self._has_checkpoint:  # images are checked by its processor's rule
             for file in filter(None, (data.train_jsonl, data.val_jsonl)):
-                _samples_of(file, self._config)
+                read_samples(file, allow_poly=self._config.allow_poly)
             raise Waiting("waits for checkpoint")
         self.read = read = read_inputs(self._config, self._environment)
         held_out = f", {len(read.val)} to validate on" if data.val_jsonl else ""
@@ -192,16 +192,11 @@ def read_data(
     Raises ContractErrors for faults of a file, and, unless `data.on_bad_sample` is skip, for bad
     samples.
     """
-    samples = [_samples_of(file, config) if file else [] for file in files]
+    samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
     bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
     if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
     return samples, bad
-
-
-def _samples_of(file: Path, config: Config) -> list[Sample]:
-    require_jsonl(file)
-    return read_samples(file, allow_poly=config.allow_poly)
 
 
 def check_backend(
@@ -346,7 +341,6 @@ def check_files(config: Config) -> list[ContractError]:
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
-        require_jsonl(file)
         sample, found, _ = next(scan(file, allow_poly=allow_poly))
         headers = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
         images = (

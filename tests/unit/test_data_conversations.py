@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.data.boxes import Reading, find_reading
-from learner.data.check import check_files
 from learner.data.conversations import read_conversations
 from learner.data.conversion import Conversion, convert
-from learner.data.formats import detect_format
-from learner.data.records import Corners, Format, Rule, Scale
+from learner.data.detection import Format, detect_format
+from learner.data.jsonl import read_samples
+from learner.data.records import Corners, Rule, Scale
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, line, paint, unwatched, write_lines
 
@@ -98,7 +98,7 @@ def test_every_form_gives_the_same_objects(
         assert detect_format(listed) == form
         assert len(read_conversations(listed, folder, "pixels", None).pictures) == 1
         with pytest.raises(ContractError, match=f"this is {form}.*`learner data convert "):
-            check_files([listed], allow_poly=True, lengths=None, canvas=256, watch=unwatched)
+            read_samples(listed, allow_poly=True)
 
 
 def test_blank_lines_are_no_records(folder: Path) -> None:

@@ -152,6 +152,12 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
     assert read_coco(file, folder, scale, "xywh").corners == "xywh"
 
 
+def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:
+    with pytest.raises(ContractError, match="no number of 5 boxes is above 1") as caught:
+        converted(folder, *[cat(0.1, 0.1, 0.5, 0.5 + n / 9) for n in range(5)])
+    assert (caught.value.where, "--scale 0..1" in caught.value.do) == ("--scale", True)
+
+
 def test_what_is_left_out_is_neither_clipped_nor_a_box_taken(folder: Path) -> None:
     annotations = [cat(-64, 48, 128, 240, id=n) for n in (1, 2)]
     conversion = converted(folder, *annotations, cat(1, 1, 0, 9), geometry="poly")

@@ -1,0 +1,148 @@
+"""Text, JSON and JSONL files of data, and the problems that name a line of one.
+
+raw_lines, read_text        the content of a file
+records                     the values of JSONL, of a JSON list, or of a lone JSON object
+parse_line, strict_json     strict JSON: `NaN`, `Infinity` and repeated keys are errors
+write_lines                 publishes JSONL
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from learner.runs.atomic_files import publish_text
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.strict_model import shown
+
+MAX_SHOWN_ERRORS = 20
+_ONE_OBJECT = "Write one JSON object a line."
+_SHOWN = 80
+
+
+class DataProblem(ContractError):
+    """A problem of one line of a data file; `where` is `file:line`.
+
+    kind: the name that summaries count it under. warning: the line is still valid.
+    """
+
+    def __init__(
+        self, kind: str, where: str, found: str, do: str, *, warning: bool = False
+    ) -> None:
+        super().__init__(where, found, do)
+        self.kind = kind
+        self.warning = warning
+
+
+def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
+    """Return the first errors, and the number of the others as one more error."""
+    hidden = len(errors) - MAX_SHOWN_ERRORS
+    if hidden <= 0:
+        return ContractErrors([*errors])
+    found = f"{hidden} more problems ({len(errors)} in all)"
+    more = ContractError(where, found, "Correct these first, then run the command again.")
+    return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without line ends.
+
+    Raises ContractError for a missing, unreadable or empty file.
+    """
+    do = "Name a JSONL file with one sample a line."
+    _require_file(path, do)
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                line = raw.removeprefix(codecs.BOM_UTF8) if empty else raw
+                empty = False
+                yield line.removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
+    if empty:
+        raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
+
+
+def read_text(path: Path, do: str) -> str:
+    """Return the text of a UTF-8 file; raises ContractError with the remedy `do`."""
+    _require_file(path, do)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
+
+
+def _require_file(path: Path, do: str) -> None:
+    if not path.is_file():
+        found = "this is not a file" if path.exists() else "there is no such file"
+        raise ContractError(str(path), found, do)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Publish a JSONL file atomically; creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def parse_line(raw: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of one line; raises `DataProblem`."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start + 1} of the line is not UTF-8"
+        raise DataProblem("not UTF-8", where, found, "Save the file as UTF-8.") from error
+    if not text.strip():
+        raise DataProblem("empty line", where, "the line is empty", "Remove it.")
+    record = strict_json(text, where)
+    if not isinstance(record, dict):
+        found = f"{shown(record)} is no JSON object"
+        raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
+    return record
+
+
+def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool = False) -> Any:
+    """Return the value of strict JSON text; raises `DataProblem`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            found = f"the key {shown(repeated)} is given {keys.count(repeated)} times in one object"
+            raise DataProblem("repeated key", where, found, "Keep one of them.")
+        return record
+
+    def refuse(constant: str) -> NoReturn:
+        found = f"not JSON ({constant} is no number there)"
+        raise DataProblem("not JSON", where, found, "Write a number, or null.")
+
+    constant = float if allow_nan else refuse
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} at character {error.pos + 1}"
+    except RecursionError:
+        detail = "nested too deeply"
+    except ValueError:  # more digits than int() accepts
+        detail = "a number is too long"
+    start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
+    raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
+
+
+def records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (location, record) for each line of JSONL, or entry of a JSON list or lone object.
+
+    Blank lines are skipped.
+    """
+    first = next((raw.strip() for raw in raw_lines(path) if raw.strip()), b"")
+    if first.startswith(b"[") or first == b"{":  # one JSON value over several lines
+        do = "Write a JSON list, or JSONL."
+        value = strict_json(read_text(path, do), str(path), do)
+        for index, entry in enumerate(value if isinstance(value, list) else [value]):
+            yield f"{path.name}[{index}]", entry
+    else:
+        for number, raw in enumerate(raw_lines(path), start=1):
+            if raw.strip():
+                yield f"{path.name}:{number}", parse_line(raw, f"{path}:{number}")
