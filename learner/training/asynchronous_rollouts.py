@@ -4,7 +4,7 @@
     channel B     ready(), feed()    the oldest batch that is ready
     channel A     samples()          the next batch without answers
 
-    prefetcher    begin -> BatchMaker -> put, into the RolloutBuffer while the Gate is open
+    prefetcher    begin() -> make() -> put(), of the RolloutBuffer; requests while the Gate is open
                   batch -> Sample -> RolloutOutput -> Segment -> Pack, by one version of the weights
 
 A step does not use the samples of the Trainer's loader, but as many of its own: each batch of the
@@ -13,30 +13,27 @@ answers are late.
 """
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.models.packs import Pack
 from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import Policy
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
-from learner.runs.metrics import Payload, PhaseClock, rollout_payload
-from learner.stages.packing import Chunk, Parts
+from learner.runs.metrics import Payload, PhaseClock
+from learner.stages.packing import Chunk
 from learner.training.channels import ChannelB
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
 from learner.training.synchronous_rollouts import (
+    Answered,
     LogRollouts,
     Packer,
     PackFeed,
     RolloutSource,
     prefetch,
 )
-from learner.types import AssessedRollout, Place, RolloutOutput, Sample
+from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
 
 # At the end of a run: the longest wait for the prefetcher, which makes no more requests then.
@@ -67,8 +64,7 @@ class Gate:
         Raises GateStopped.
         """
         with self._changed:
-            while not self._stopped and (self._paused or self.push_wanted):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._stopped or not (self._paused or self.push_wanted))
             if self._stopped:
                 raise GateStopped
             self._requesting = True
@@ -83,8 +79,7 @@ class Gate:
         """Start no request, and wait for the running one."""
         with self._changed:
             self._paused = True
-            while self._requesting:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._requesting)
 
     def open(self) -> None:
         with self._changed:
@@ -98,112 +93,12 @@ class Gate:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class MadeBatch(ReadyBatch[Pack]):
-    """payload: the metrics of its answers and packs. assessed: one for each answer.
-
-    places: the pack of each segment. seed_base: `rollout_seed_base` of the batch.
-    """
-
-    payload: Payload
-    assessed: Sequence[AssessedRollout]
-    places: Sequence[Place]
-    seed_base: int
-
-
-class AnsweredRound(NamedTuple):
-    """One round of a batch. version: of the weights that answered."""
-
-    samples: Sequence[Sample]
-    version: int
-    rollouts: Sequence[RolloutOutput]
-    seconds: float
-
-
-class BatchMaker:
-    """Requests the answers of a batch and packs them.
-
-    samples_of: the samples of a batch. seed: `training.seed`; the seeds of batch k are those of
-    step k. gate: open while requests to `policy` are allowed.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        channel_b: ChannelB,
-        packer: Packer,
-        samples_of: Callable[[int], Sequence[Sample]],
-        seed: int,
-        rank: int,
-        gate: Gate,
-    ) -> None:
-        self._policy = policy
-        self._channel_b = channel_b
-        self._packer = packer
-        self._samples_of = samples_of
-        self._seed = seed
-        self._rank = rank
-        self._gate = gate
-
-    def make(self, batch: int) -> MadeBatch:
-        """Request a batch round by round. Weights can be pushed between two rounds.
-
-        The servers answer a round while the round before is assessed.
-        """
-        group = self._channel_b.answers_per_sample
-        samples = [sample for sample in self._samples_of(batch) for _ in range(group)]
-        seed_base = rollout_seed_base(self._seed, batch)
-        packs, seconds = self._packer.begin(), 0.0
-        parts, assessed = Parts[Pack](packs), list[AssessedRollout]()
-        rounds = self._rounds(samples, rank_seed_base(seed_base, self._rank))
-        with self._channel_b.ahead(samples), prefetch(rounds) as answered:
-            for number, of_round in enumerate(answered):
-                seconds += of_round.seconds
-                segments, found = self._channel_b.segments(of_round.samples, of_round.rollouts)
-                assessed += [each._replace(chunk=number) for each in found]
-                parts.add(of_round.version, segments)
-        made = parts.finished()
-        payload = rollout_payload(assessed)
-        payload.merge(packs.payload())
-        payload.rate({"rollout/per_second": (len(samples), seconds)})
-        return MadeBatch(batch, made, payload, assessed, packs.places, seed_base)
-
-    def _rounds(
-        self, samples: Sequence[Sample], rank_base: int
-    ) -> Generator[AnsweredRound, None, None]:
-        group = self._channel_b.answers_per_sample
-        size = max(1, (self._policy.backend.round_size or len(samples)) // group) * group
-        for start in range(0, len(samples), size):
-            of_round, began = samples[start : start + size], time.perf_counter()
-            version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))
-            yield AnsweredRound(of_round, version, rollouts, time.perf_counter() - began)
-
-    def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
-        """Return the answers and their version. If a push is needed first, request again after it.
-
-        Raises RunError if other weights generated a part of the answers.
-        """
-        while True:
-            with self._gate.requesting():
-                version = self._policy.version
-                try:
-                    rollouts = self._policy.answer_by_pushed(samples, seed)
-                except PushNeeded:
-                    self._gate.push_wanted = True
-                    continue
-            versions = {version for rollout in rollouts for version in rollout.weights_version}
-            if versions - {version}:
-                raise RunError(
-                    f"answers of weights {version} were expected, and {sorted(versions)} answered"
-                )
-            return version, rollouts
-
-
 class AsyncSource(RolloutSource):
     """The source of one process in asynchronous mode.
 
-    samples_of: the samples of a batch, by its number. total_steps: of the run; it has as many
-    batches. log_rollouts: takes the answers of each channel-B step (MET-03). buffer: an empty one.
+    samples_of: the samples of a batch, by its number. The seeds of batch k are those of step k.
+    total_steps: of the run; it has as many batches. log_rollouts: takes the answers of each
+    channel-B step (MET-03). buffer: an empty one.
     """
 
     asynchronous = True
@@ -217,13 +112,13 @@ class AsyncSource(RolloutSource):
         total_steps: int,
         peers: Peers = SINGLE_PROCESS,
         log_rollouts: LogRollouts | None = None,
-        buffer: RolloutBuffer[MadeBatch] | None = None,
+        buffer: RolloutBuffer | None = None,
     ) -> None:
+        packer = Packer(config.training, config.global_max_length)
+        super().__init__(policy, channel_b, packer, config.training.seed, peers.rank, log_rollouts)
         self._settings = settings = config.rollout_matching.async_rollout
-        self._policy = policy
         self._samples_of = samples_of
         self._peers = peers
-        self._log_rollouts = log_rollouts
         self._buffer = buffer or RolloutBuffer(
             settings.queue_limit,
             settings.version_window,
@@ -231,13 +126,10 @@ class AsyncSource(RolloutSource):
             total_steps,
         )
         self._gate = Gate()
-        packer, seed = Packer(config.training, config.global_max_length), config.training.seed
-        self._maker = BatchMaker(
-            policy, channel_b, packer, samples_of, seed, peers.rank, self._gate
-        )
         self._prefetcher: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ready_packs = 0
+        self._lag: int | None = None
 
     def begin(self, step: int, clock: PhaseClock) -> None:
         """Push the weights before step `step` if a push is due, in all processes at once.
@@ -272,11 +164,52 @@ class AsyncSource(RolloutSource):
         """Fill the buffer until it is closed. Runs in a thread."""
         try:
             while (batch := self._buffer.begin()) is not None:
-                self._buffer.put(self._maker.make(batch))
+                self._buffer.put(self.make(batch))
         except GateStopped:
             return
         except BaseException as error:  # noqa: BLE001 - `begin` raises it
             self._error = error
+
+    def make(self, batch: int) -> ReadyBatch:
+        """Request a batch round by round. Weights can be pushed between two rounds.
+
+        The servers answer a round while the round before is assessed.
+        """
+        feed, samples = self._begin_batch(batch, self._samples_of(batch), PhaseClock())
+        with self._channel_b.ahead(samples), prefetch(self._rounds(feed, samples)) as answered:
+            packs = [pack for chunk in feed.make(answered) for pack in chunk.packs]
+        return ReadyBatch(batch, feed.oldest, packs, feed)
+
+    def _rounds(self, feed: PackFeed, samples: Sequence[Sample]) -> Generator[Answered, None, None]:
+        """Yield the answers of each round, and a part without answers, which ends the batch."""
+        group, version = self._channel_b.answers_per_sample, 0
+        size = max(1, (self._policy.backend.round_size or len(samples)) // group) * group
+        for start in range(0, len(samples), size):
+            part = samples[start : start + size]
+            with feed.clock.phase("rollout"):
+                version, rollouts = self._answered(part, self._seed_of(feed, start))
+            yield Answered(part, rollouts, version, last=False)
+        yield Answered((), (), version, last=True)
+
+    def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
+        """Return the answers and their version. If a push is needed first, request again after it.
+
+        Raises RunError if other weights generated a part of the answers.
+        """
+        while True:
+            with self._gate.requesting():
+                version = self._policy.version
+                try:
+                    rollouts = self._policy.answer_by_pushed(samples, seed)
+                except PushNeeded:
+                    self._gate.push_wanted = True
+                    continue
+            versions = {version for rollout in rollouts for version in rollout.weights_version}
+            if versions - {version}:
+                raise RunError(
+                    f"answers of weights {version} were expected, and {sorted(versions)} answered"
+                )
+            return version, rollouts
 
     def ready(self, step: int) -> bool:
         """Return whether a batch is ready that is not stale."""
@@ -290,20 +223,17 @@ class AsyncSource(RolloutSource):
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
         with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made already
             made = self._buffer.take(step)
-        if self._log_rollouts is not None:
-            self._log_rollouts(step + 1, made.assessed, made.places)
-        newest = self._policy.version
-
-        def payload() -> Payload:
-            lag = {"stage2_ab/async/version_lag": newest - made.version}
-            made.payload.note({"sync/weights_version": made.parts[-1].version, **lag})
-            return made.payload
-
-        yield PackFeed(made.seed_base, iter([Chunk(made.packs, last=True)]), payload)
+        self._log_answers(step, made.feed)
+        self._lag = self._policy.version - made.version
+        made.feed.chunks = iter([Chunk(made.packs, last=True)])
+        yield made.feed
 
     def payload(self) -> Payload:
         payload = self._buffer.payload()
         payload.add({"stage2_ab/async/ready_packs": self._ready_packs})
+        if self._lag is not None:  # the step was of channel B
+            payload.note({"stage2_ab/async/version_lag": self._lag})
+            self._lag = None
         return payload
 
     @contextmanager

@@ -19,41 +19,32 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from learner.runs.metrics import Payload
-from learner.stages.packing import Part
 from shared_contracts.errors import ContractError, RunError
 
-P = TypeVar("P")
+if TYPE_CHECKING:  # they import torch
+    from learner.models.packs import Pack
+    from learner.training.synchronous_rollouts import PackFeed
 
 
 @dataclass(frozen=True)
-class ReadyBatch(Generic[P]):
-    """The packs of batch `batch`. parts: one for each weights version, oldest first."""
+class ReadyBatch:
+    """Batch `batch`, made. version: the oldest that answered. feed: its answers and metrics."""
 
     batch: int
-    parts: Sequence[Part[P]]
-
-    @property
-    def version(self) -> int:
-        """The oldest version of its answers."""
-        return self.parts[0].version
-
-    @property
-    def packs(self) -> list[P]:
-        return [pack for part in self.parts for pack in part.packs]
+    version: int
+    packs: Sequence["Pack"]
+    feed: "PackFeed"
 
     @property
     def size(self) -> int:
         """In packs; at least 1, also if no answer could be used."""
-        return max(1, sum(len(part.packs) for part in self.parts))
+        return max(1, len(self.packs))
 
 
-R = TypeVar("R", bound=ReadyBatch[Any])
-
-
-class RolloutBuffer(Generic[R]):
+class RolloutBuffer:
     """A FIFO queue between the thread of a prefetcher and that of a learner.
 
     queue_limit: most packs that are ready. A new batch replaces the oldest ones.
@@ -70,14 +61,13 @@ class RolloutBuffer(Generic[R]):
         self._target = target
         self._total = total
         self._changed = threading.Condition()
-        self._ready: deque[R] = deque()
+        self._ready: deque[ReadyBatch] = deque()
         self._newest = 0
         self._largest = 1
-        # The first batch that was never begun (None until `start`), and those given back, begun and
-        # not trained on, and being made.
+        # The first batch that was never begun (None until `start`), those given back, and the one
+        # that is being made.
         self._next: int | None = None
         self._returned: list[int] = []
-        self._claimed: set[int] = set()
         self._making: int | None = None
         self.dropped_oldest = self.dropped_stale = 0
         self._closed = False
@@ -92,7 +82,9 @@ class RolloutBuffer(Generic[R]):
     def state(self) -> dict[str, Any]:
         """Return as JSON the batches that are left: all from `next` on, and those in `left`."""
         with self._changed:
-            return {"next": self._next, "left": sorted([*self._returned, *self._claimed])}
+            making = [] if self._making is None else [self._making]
+            held = [ready.batch for ready in self._ready]
+            return {"next": self._next, "left": sorted([*self._returned, *held, *making])}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; call it before `start`."""
@@ -116,7 +108,7 @@ class RolloutBuffer(Generic[R]):
                 self._changed.wait()
             return None
 
-    def put(self, ready: R) -> None:
+    def put(self, ready: ReadyBatch) -> None:
         """Store a batch that was begun, unless the learner has taken it meanwhile.
 
         Raises ContractError if the batch does not fit into an empty queue.
@@ -165,7 +157,7 @@ class RolloutBuffer(Generic[R]):
         with self._changed:
             return sum(ready.size for ready in self._ready)
 
-    def take(self, step: int) -> R:
+    def take(self, step: int) -> ReadyBatch:
         """Return the oldest batch, for channel B in step `step`.
 
         Raises RunError if there is none, or it is stale: call `refresh` and `has_ready` first.
@@ -177,9 +169,7 @@ class RolloutBuffer(Generic[R]):
                 )
             if self._is_stale(self._ready[0]):
                 raise RunError(f"channel B was to run step {step + 1} on a stale batch: {self}")
-            ready = self._ready.popleft()
-            self._claimed.remove(ready.batch)
-            return ready
+            return self._ready.popleft()
 
     def take_unanswered(self, step: int) -> int:
         """Return a batch without answers, for channel A in step `step`.
@@ -194,7 +184,6 @@ class RolloutBuffer(Generic[R]):
                 batch, self._making = self._making, None
             if batch is None:
                 raise RunError(f"no batch is left for step {step + 1}: {self}")
-            self._claimed.remove(batch)
             return batch
 
     def payload(self) -> Payload:
@@ -219,21 +208,18 @@ class RolloutBuffer(Generic[R]):
         """Return the next batch that is not begun; None if none is left."""
         assert self._next is not None, "start comes first"
         if self._returned:
-            batch = self._returned.pop(0)
-        elif self._next < self._total:
-            batch, self._next = self._next, self._next + 1
-        else:
+            return self._returned.pop(0)
+        if self._next == self._total:
             return None
-        self._claimed.add(batch)
-        return batch
+        self._next += 1
+        return self._next - 1
 
-    def _give_back(self, ready: R) -> int:
+    def _give_back(self, ready: ReadyBatch) -> int:
         """Make its batch available again; return the number of packs that are lost."""
-        self._claimed.remove(ready.batch)
         self._returned = sorted([*self._returned, ready.batch])
         return ready.size
 
-    def _is_stale(self, ready: R) -> bool:
+    def _is_stale(self, ready: ReadyBatch) -> bool:
         return ready.version < self._newest - self._window
 
     def __str__(self) -> str:

@@ -20,8 +20,6 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass
-from itertools import count
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,25 +78,65 @@ def whole_groups(parts: Iterable[list[T]], size: int) -> Generator[list[T], None
 
 
 class Answered(NamedTuple):
-    """A chunk of a step with its answers. number: from 0."""
+    """A part of a rank batch with its answers.
 
-    number: int
+    version: of the weights that answered. last: the batch has no more answers.
+    """
+
     samples: Sequence[Sample]
     rollouts: Sequence[RolloutOutput]
+    version: int
     last: bool
 
 
-@dataclass(frozen=True)
 class PackFeed:
-    """The packs of one channel-B step of this rank.
+    """The packs of one rank batch, made of its answers, part by part.
 
-    seed_base: `rollout_seed_base` of its answers (SEED-01). chunks: all packs, in parts; iterated
-    once. payload: the metrics, after the last chunk.
+    seed_base: `rollout_seed_base` of its answers (SEED-01). clock: measures the phases of the
+    batch. chunks: all packs, in parts; iterated once. assessed: all answers so far. version,
+    oldest: of the newest and the oldest weights that answered.
     """
 
-    seed_base: int
-    chunks: Iterator[Chunk[Pack]]
-    payload: Callable[[], Payload]
+    def __init__(
+        self,
+        channel_b: ChannelB,
+        packs: StepPacker[Segment, Pack],
+        seed_base: int,
+        clock: PhaseClock,
+    ) -> None:
+        self._channel_b = channel_b
+        self._packs = packs
+        self.seed_base = seed_base
+        self.clock = clock
+        self.chunks: Iterator[Chunk[Pack]] = iter(())
+        self.assessed: list[AssessedRollout] = []
+        self.version = self.oldest = 0
+
+    def make(self, answered: Iterable[Answered]) -> Generator[Chunk[Pack], None, None]:
+        """Yield the packs that can be made after each part; none mixes two versions."""
+        for number, part in enumerate(answered):
+            with self.clock.phase("target"):
+                segments, found = self._channel_b.segments(part.samples, part.rollouts)
+                self.assessed += [each._replace(chunk=number) for each in found]
+            with self.clock.phase("pack"):
+                made = self._packs.chunk(segments, last=part.last, version=part.version)
+            self.version = part.version
+            self.oldest = self.oldest or part.version
+            yield Chunk(made, part.last)
+
+    @property
+    def places(self) -> list[Place]:
+        """The pack of each segment, after the last chunk."""
+        return self._packs.places
+
+    def payload(self) -> Payload:
+        """Return the metrics, after the last chunk."""
+        payload = rollout_payload(self.assessed)
+        payload.merge(self._packs.payload())
+        seconds = self.clock.seconds("rollout")
+        payload.rate({"rollout/per_second": (len(self.assessed), seconds)})
+        payload.note({"sync/weights_version": self.version})
+        return payload
 
 
 class RolloutSource:
@@ -106,9 +144,28 @@ class RolloutSource:
 
     asynchronous: answers are requested in parallel with all steps. The defaults are for a source
     without state between steps.
+
+    packer: begins the packs of a batch. seed: `training.seed`. rank: of this process.
+    log_rollouts: called once for every batch that is trained on.
     """
 
     asynchronous = False
+
+    def __init__(
+        self,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        seed: int,
+        rank: int = 0,
+        log_rollouts: LogRollouts | None = None,
+    ) -> None:
+        self._policy = policy
+        self._channel_b = channel_b
+        self._packer = packer
+        self._seed = seed
+        self._rank = rank
+        self._log = log_rollouts
 
     def begin(self, step: int, clock: PhaseClock) -> None:
         """Prepare step `step` of any channel. clock: measures a push."""
@@ -145,80 +202,64 @@ class RolloutSource:
     def close(self) -> None:
         """Make no more requests."""
 
+    def _begin_batch(
+        self, number: int, own: Sequence[Sample], clock: PhaseClock
+    ) -> tuple[PackFeed, list[Sample]]:
+        """Return an empty feed of batch `number`, and the sample of each of its answers."""
+        seed_base = rollout_seed_base(self._seed, number)
+        feed = PackFeed(self._channel_b, self._packer.begin(), seed_base, clock)
+        return feed, [each for each in own for _ in range(self._channel_b.answers_per_sample)]
+
+    def _seed_of(self, feed: PackFeed, request: int) -> int:
+        """Return the seed of request `request` of this rank's batch."""
+        return request_seed(rank_seed_base(feed.seed_base, self._rank), 0, request)
+
+    def _log_answers(self, step: int, feed: PackFeed) -> None:
+        if self._log is not None:
+            self._log(step + 1, feed.assessed, feed.places)
+
 
 class SynchronousRollouts(RolloutSource):
-    """Step mode: answers by the newest weights. rank: of this process. seed: `training.seed`.
-
-    log_rollouts: called once in every step.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        channel_b: ChannelB,
-        packer: Packer,
-        seed: int,
-        rank: int = 0,
-        log_rollouts: LogRollouts | None = None,
-    ) -> None:
-        self._policy = policy
-        self._channel_b = channel_b
-        self._packer = packer
-        self._seed = seed
-        self._rank = rank
-        self._log = log_rollouts
+    """Step mode: answers by the newest weights."""
 
     @contextmanager
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
         """Push the newest weights, then request answers. Sample i has the seed of request i."""
-        policy, packs, assessed = self._policy, self._packer.begin(), list[AssessedRollout]()
-        group = self._channel_b.answers_per_sample
-        repeated = [sample for sample in own for _ in range(group)]
-        seed_base = rollout_seed_base(self._seed, step)
-
-        def answers() -> Generator[Answered, None, None]:
-            seed = request_seed(rank_seed_base(seed_base, self._rank), 0, 0)
-            stop = 0
-            with closing(policy.stream(repeated, seed)) as stream:
-                parts = whole_groups(stream, group)
-                for number in count():
-                    with clock.phase("rollout"):
-                        rollouts = next(parts)
-                        start, stop = stop, stop + len(rollouts)
-                        last = stop == len(repeated)
-                        if last:
-                            serving.close()  # before the first forward
-                    yield Answered(number, repeated[start:stop], rollouts, last)
-                    if last:
-                        return
-
-        def chunks(answered: Iterator[Answered]) -> Generator[Chunk[Pack], None, None]:
-            for number, samples, rollouts, last in answered:
-                with clock.phase("target"):
-                    segments, found = self._channel_b.segments(samples, rollouts)
-                    assessed.extend(each._replace(chunk=number) for each in found)
-                with clock.phase("pack"):
-                    made = packs.chunk(segments, last=last)
-                if last and self._log is not None:
-                    self._log(step + 1, assessed, packs.places)
-                yield Chunk(made, last)
-
-        def payload() -> Payload:
-            counted = rollout_payload(assessed)
-            counted.merge(packs.payload())
-            counted.rate({"rollout/per_second": (len(repeated), clock.seconds("rollout"))})
-            counted.note({"sync/weights_version": policy.version})
-            return counted
-
-        def overlapped(items: Generator[T, None, None]) -> AbstractContextManager[Iterator[T]]:
-            return prefetch(items) if policy.backend.streams else nullcontext(items)
-
+        backend = self._policy.backend
+        feed, samples = self._begin_batch(step, own, clock)
+        overlapped: Any = prefetch if backend.streams else nullcontext
         with self._channel_b.ahead(own), ExitStack() as serving:
             with clock.phase("push"):
-                serving.enter_context(policy.backend.serving())
-                policy.push_if_stale()
-            with overlapped(answers()) as answered, overlapped(chunks(answered)) as ready:
-                yield PackFeed(seed_base, ready, payload)
+                serving.enter_context(backend.serving())
+                self._policy.push_if_stale()
+            with (
+                overlapped(self._answers(feed, samples, serving)) as answered,
+                overlapped(self._chunks(step, feed, answered)) as feed.chunks,
+            ):
+                yield feed
+
+    def _answers(
+        self, feed: PackFeed, samples: Sequence[Sample], serving: ExitStack
+    ) -> Generator[Answered, None, None]:
+        """Yield the answers in parts of whole groups. serving: closed before the first forward."""
+        stop, version = 0, self._policy.version
+        with closing(self._policy.stream(samples, self._seed_of(feed, 0))) as stream:
+            parts = whole_groups(stream, self._channel_b.answers_per_sample)
+            while stop < len(samples):
+                with feed.clock.phase("rollout"):
+                    rollouts = next(parts)
+                    start, stop = stop, stop + len(rollouts)
+                    if last := stop == len(samples):
+                        serving.close()
+                yield Answered(samples[start:stop], rollouts, version, last)
+
+    def _chunks(
+        self, step: int, feed: PackFeed, answered: Iterable[Answered]
+    ) -> Generator[Chunk[Pack], None, None]:
+        for chunk in feed.make(answered):
+            if chunk.last:
+                self._log_answers(step, feed)
+            yield chunk
 
 
 @contextmanager

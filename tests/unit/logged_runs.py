@@ -12,13 +12,14 @@ from pathlib import Path
 from transformers import TrainerControl, TrainerState
 
 from learner.config.schema import Config
+from learner.distributed.peers import Peers
 from learner.models.load import LoadedModel
 from learner.models.prompts import PromptEncoder
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, request_settings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.runs.rollout_log import RolloutLog
-from learner.training.asynchronous_rollouts import BatchMaker, Gate
+from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.channels import ChannelB, Encoding
 from learner.training.run_log import CallLog, JsonlLog, open_run_folder
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
@@ -153,17 +154,17 @@ class RunMaker:
             policy.mark_updated()
             return feed.payload()
         policy.push()
-        maker = BatchMaker(Pushing(policy), channel, packer, lambda _: own, 0, rank, opened())
-        made = maker.make(step - 1)
-        log.write(step, made.assessed, made.places)
-        return made.payload
+        process = Peers()
+        process.rank = rank
+        source = AsyncSource(
+            config, Pushing(policy), channel, lambda _: own, step, process, log.write
+        )
+        with source.exclusive_access():
+            policy.push()
+        feed = source.make(step - 1).feed
+        log.write(step, feed.assessed, feed.places)
+        return feed.payload()
 
     def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:
         state, control = TrainerState(global_step=step), TrainerControl()
         JsonlLog(folder).on_log(None, state, control, metrics)  # type: ignore[arg-type]
-
-
-def opened() -> Gate:
-    gate = Gate()
-    gate.open()
-    return gate

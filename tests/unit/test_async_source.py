@@ -23,9 +23,8 @@ from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
-from learner.stages.packing import Part
 from learner.stages.schedule import channel_for_step
-from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
+from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
 from learner.training.step import PlainAccelerator, StepRunner
 from learner.training.synchronous_rollouts import PackFeed
@@ -91,14 +90,14 @@ class Servers(Scripted):
         return self.asked.get(timeout=PATIENCE_S)
 
 
-class WatchedBuffer(RolloutBuffer[MadeBatch]):
+class WatchedBuffer(RolloutBuffer):
     """made: the number of each batch, once it is put."""
 
     def __init__(self, keys: AsyncRolloutConfig, total: int) -> None:
         super().__init__(keys.queue_limit, keys.version_window, keys.prefetch_target_packs, total)
         self.made: Queue[int] = Queue()
 
-    def put(self, ready: MadeBatch) -> None:
+    def put(self, ready: ReadyBatch) -> None:
         super().put(ready)
         self.made.put(ready.batch)
 
@@ -388,23 +387,21 @@ def test_prefetcher_ends_with_the_run(actor_of: ActorOf, at: str) -> None:
 # --- The rollout buffer ------------------------------------------------------------------
 
 
-Ready = ReadyBatch[str]
-
-
-def ready(batch: int, version: int, packs: int = 1) -> Ready:
-    return Ready(batch, [Part(version, [f"{batch}.{i}" for i in range(packs)])])
+def ready(batch: int, version: int, packs: int = 1) -> ReadyBatch:
+    unread: Any = object()
+    return ReadyBatch(batch, version, [unread] * packs, unread)
 
 
 def buffer_at(
     version: int, limit: int = 8, window: int = 2, target: int = 100, total: int = 100
-) -> RolloutBuffer[Ready]:
-    buffer = RolloutBuffer[Ready](limit, window, target, total)
+) -> RolloutBuffer:
+    buffer = RolloutBuffer(limit, window, target, total)
     buffer.start(0)
     buffer.refresh(version)
     return buffer
 
 
-def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
+def make(buffer: RolloutBuffer, version: int, packs: int = 1) -> int:
     """Make the next batch, by weights of `version`; returns its number."""
     batch = buffer.begin()
     assert batch is not None

@@ -26,7 +26,7 @@ from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.recipes import Recipe
 from learner.training.step import PlainAccelerator, StepRunner
-from learner.training.synchronous_rollouts import PackFeed, SynchronousRollouts
+from learner.training.synchronous_rollouts import PackFeed, RolloutSource
 from learner.types import Channel, RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig
 from tests.unit.ranks_in_threads import in_ranks
@@ -98,7 +98,17 @@ class Given(Recipe):
         return PackLoss(weight.sum(), {}, {}, 0)
 
 
-class Script(SynchronousRollouts):
+class GivenPacks(PackFeed):
+    """Packs without answers."""
+
+    def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
+        self.seed_base, self.chunks = 0, chunks
+
+    def payload(self) -> Payload:
+        return Payload()
+
+
+class Script(RolloutSource):
     """The chunks of one step."""
 
     def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
@@ -106,7 +116,7 @@ class Script(SynchronousRollouts):
 
     @contextmanager
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
-        yield PackFeed(0, self._chunks, Payload)
+        yield GivenPacks(self._chunks)
 
 
 class Nobody(RolloutBackend):

@@ -15,7 +15,7 @@ from learner.runs.rollout_log import StepAnswer
 from learner.runs.run_folder import RunFolder
 from learner.stages.formats import answer_format
 from learner.stages.matching import match_objects
-from learner.stages.packing import Parts, StepPacker
+from learner.stages.packing import StepPacker
 from learner.stages.rewards import with_rewards
 from learner.stages.targets import assess, with_target
 from learner.stages.tokens import Tokenizer
@@ -236,14 +236,10 @@ class Rebuilder:
             for _, group in groupby(pairs, lambda pair: pair[0].chunk)
             if (own := list(group))
         ]
-        if config.rollout_matching.async_rollout.enabled:
-            parts = Parts[list[RebuiltSegment]](packing)
-            for version, segments in rounds:
-                parts.add(version, segments)
-            parts.finished()
-        else:
-            for number, (_, segments) in enumerate(rounds, start=1):
-                packing.chunk(segments, last=number == len(rounds))
+        if config.rollout_matching.async_rollout.enabled:  # an empty part ends a batch
+            rounds.append((rounds[-1][0], []))
+        for number, (version, segments) in enumerate(rounds, start=1):
+            packing.chunk(segments, last=number == len(rounds), version=version)
         payload = rollout_payload(assessed)
         payload.merge(packing.payload())
         return packing, payload

@@ -5,14 +5,12 @@ to indices. This module holds the waiting segments of one step. Imports no torch
 
     StepPacker      the waiting segments (PACK-01), the packs of one step, their metrics (PACK-05),
                     and the place of each segment (MET-03)
-    Parts           the packs of each weights version
     forwards_due    the number of forwards that all ranks run next
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from learner.config.training import TrainingConfig
 from learner.runs.metrics import Payload
@@ -69,14 +67,22 @@ class StepPacker(Generic[S, P]):
         self._come = 0
         self._places: dict[int, Place] = {}
         self._packs = 0
+        self._version: int | None = None
 
-    def chunk(self, segments: Sequence[S], *, last: bool) -> list[P]:
+    def chunk(self, segments: Sequence[S], *, last: bool, version: int | None = None) -> list[P]:
         """Add a chunk of the step, and return the packs that can be made.
 
         Before the last chunk, packs are made while the waiting segments have the tokens of a whole
         pack and fill it, so far as they can. With the last chunk, all waiting segments share the
         fewest packs (`plan_packs`).
+
+        version: of the weights that answered. A new one first finishes the packs of the version
+        before: no pack mixes two.
         """
+        finished: list[P] = []
+        if self._version not in (None, version):
+            finished = self.chunk([], last=True, version=self._version)
+        self._version = version
         numbered = list(enumerate(segments, start=self._come))
         self._come += len(segments)
         packs = self._divide(numbered, last) if self._packing else [[each] for each in numbered]
@@ -87,7 +93,7 @@ class StepPacker(Generic[S, P]):
             self._packs += 1
         if last and self._check_fill is not None:
             self._check_fill(self.fill)
-        return [self._make([segment for _, segment in pack]) for pack in packs]
+        return finished + [self._make([segment for _, segment in pack]) for pack in packs]
 
     def _divide(self, numbered: Sequence[tuple[int, S]], last: bool) -> list[list[tuple[int, S]]]:
         for each in numbered:
@@ -147,42 +153,6 @@ class StepPacker(Generic[S, P]):
             }
         )
         return payload
-
-
-@dataclass(frozen=True)
-class Part(Generic[P]):
-    """Packs of answers by one version of the weights."""
-
-    version: int
-    packs: Sequence[P]
-
-
-class Parts(Generic[P]):
-    """Collects the segments of each round into parts of one version."""
-
-    def __init__(self, packer: StepPacker[Any, P]) -> None:
-        self._packer = packer
-        self._over: list[Part[P]] = []
-        self._version: int | None = None
-        self._made: list[P] = []
-
-    def add(self, version: int, segments: Sequence[Whole]) -> None:
-        """Add a round. A new version finishes the packs of the last one: none mixes both."""
-        if self._version not in (None, version):
-            self._finish()
-        self._version = version
-        self._made += self._packer.chunk(segments, last=False)
-
-    def finished(self) -> list[Part[P]]:
-        """Return the parts, in order."""
-        self._finish()
-        return self._over
-
-    def _finish(self) -> None:
-        assert self._version is not None, "a share has samples"
-        self._made += self._packer.chunk([], last=True)
-        self._over.append(Part(self._version, self._made))
-        self._made = []
 
 
 def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
