@@ -156,12 +156,12 @@ class RunMaker:
         policy.push()
         process = Peers()
         process.rank = rank
-        source = AsyncSource(
+        prefetching = AsyncSource(
             config, Pushing(policy), channel, lambda _: own, step, process, log.write
         )
-        with source.exclusive_access():
+        with prefetching.exclusive_access():
             policy.push()
-        feed = source.make(step - 1).feed
+        feed = prefetching.make(step - 1).feed
         log.write(step, feed.assessed, feed.places)
         return feed.payload()
 

@@ -120,7 +120,7 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         buckets = group.receive([*sizes, 8 * len(sizes)])
-        digests = []
+        digests = list[Tensor]()
         for members in plan:
             bucket = next(buckets)
             words = bucket.view(torch.int64)
