@@ -178,7 +178,7 @@ def test_sleep_lets_running_sequences_end_and_refuses_calls_that_wait_or_come(
 # --- the learner's pushes, and what its faults are seen by
 
 LAYER = "model.language_model.layers.1"
-K_PROJ, V_PROJ = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "kv")
+K_PROJ, V_PROJ, O_PROJ = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "kvo")
 NORM = f"{LAYER}.input_layernorm.weight"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -244,9 +244,11 @@ def test_after_a_push_log_probabilities_are_those_of_the_learner(
     "change",
     [
         lambda new, base: new | {K_PROJ: new[V_PROJ], V_PROJ: new[K_PROJ]},
+        lambda new, base: new | {O_PROJ: new[O_PROJ].T.contiguous()},
+        lambda new, base: {name: weight.bfloat16().float() for name, weight in new.items()},
         lambda new, base: {name: base[name] for name in new},
     ],
-    ids=["swapped names", "adapter not merged"],
+    ids=["swapped names", "transposed", "rounded to bfloat16", "adapter not merged"],
 )
 def test_the_proof_of_effect_sees_weights_that_are_not_the_trainers(
     pushing: Pushing,
