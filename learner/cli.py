@@ -8,7 +8,7 @@ from learner.commands import look, prepare, run
 from learner.commands.config import config_app
 from learner.commands.data import data_app
 from learner.commands.toy import toy_app
-from shared_contracts.cli import HELP_OPTIONS, print_version, run_program, without_flag_types
+from shared_contracts.cli import HELP_OPTIONS, print_version, run_program
 from shared_contracts.errors import ContractError
 
 # Commands of earlier versions, and what to use.
@@ -75,4 +75,4 @@ for _name, _instead in REMOVED.items():
 
 def main() -> None:
     """Console entry: a contract error is a three-part message and exit code 2."""
-    run_program(without_flag_types(typer.main.get_command(app)))
+    run_program(app)

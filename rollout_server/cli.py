@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from rollout_server.settings.command_line import option_parameters
-from shared_contracts.cli import HELP_OPTIONS, print_version, run_program, without_flag_types
+from shared_contracts.cli import HELP_OPTIONS, print_version, run_program
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,4 +77,4 @@ def serve(
 
 def main() -> None:
     """Run the command line (see `run_program`)."""
-    run_program(without_flag_types(typer.main.get_command(app)))
+    run_program(app)

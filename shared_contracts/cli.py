@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.machine import BY_BUS, CUDA_ORDER
@@ -23,17 +22,6 @@ def print_version(wanted: bool) -> None:
     if wanted:
         print(DISTRIBUTION, version(DISTRIBUTION))
         sys.exit()
-
-
-def without_flag_types(command: Any, parent: Any = None) -> Any:
-    """Return a typer command without `<bool>` for flags in the help of it and its subcommands."""
-    context = command.context_class(command, parent=parent, **command.context_settings)
-    for parameter in command.get_params(context):
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    for below in getattr(command, "commands", {}).values():
-        without_flag_types(below, context)
-    return command
 
 
 def run_program(app: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ compares them with `swift.infer_engine.protocol`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from shared_contracts.weights import Count, Wire
 
@@ -48,11 +48,12 @@ class Message(Wire):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
-    """Raise ValueError for fields of ms-swift that this server does not support, unless empty."""
-    for name in names:
-        if getattr(model, name) not in (None, False, [], {}, ""):
-            raise ValueError(f"field '{name}' is not served; leave it out, null or empty")
+def _refuse_unserved(model: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Raise ValueError for a field of ms-swift that this server does not support, unless empty."""
+    assert info.field_name is not None
+    if value not in (model.model_fields[info.field_name].default, None, [], {}, ""):
+        raise ValueError(f"field '{info.field_name}' is not served; leave it out, null or empty")
+    return value
 
 
 class RolloutInferRequest(Wire):
@@ -73,20 +74,16 @@ class RolloutInferRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     data_dict: dict[str, Any] | None = None
     uuid: str | None = None
-    add_eos: bool | Literal["auto"] | None = None
+    add_eos: Literal[False, "auto"] | None = None
 
     @field_validator("images", mode="before")
     @classmethod
     def _one_image_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _only_served_fields(self) -> "RolloutInferRequest":
-        unserved = ("audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict")
-        _refuse_unserved(self, unserved)
-        if self.add_eos not in (None, False, "auto"):
-            raise ValueError("field 'add_eos' is not served; leave it out or null")
-        return self
+    _only_served_fields = field_validator(
+        "audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict"
+    )(classmethod(_refuse_unserved))
 
 
 class RequestConfig(Wire):
@@ -118,15 +115,10 @@ class RequestConfig(Wire):
     return_details: bool = False
     structured_outputs_regex: str | None = None
 
-    @model_validator(mode="after")
-    def _only_served_fields(self) -> "RequestConfig":
-        unserved = ("stream", "top_logprobs", "prompt_logprobs", "best_of")
-        _refuse_unserved(self, (*unserved, "structured_outputs_regex"))
-        if self.num_beams != 1:
-            raise ValueError("field 'num_beams' is not served; beam search needs the hf backend")
-        if self.length_penalty != 1.0:
-            raise ValueError("field 'length_penalty' is not served; it belongs to beam search")
-        return self
+    _only_served_fields = field_validator(
+        *("stream", "top_logprobs", "prompt_logprobs", "best_of", "structured_outputs_regex"),
+        *("num_beams", "length_penalty"),
+    )(classmethod(_refuse_unserved))
 
 
 class InferCall(Wire):

@@ -37,7 +37,7 @@ broadcasts one byte when the slot is filled, and all ranks pass a barrier after 
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -93,7 +93,6 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # a run that has pushed to other servers.
 MOST_VERSION_STEP = 10**6
 
-MAX_FIELDS = 64
 MOST_DIMENSIONS = 16
 MOST_RANK = 4096
 
@@ -103,13 +102,6 @@ class Wire(BaseModel):
 
     # str_max_length makes pydantic refuse unpaired surrogates.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"{len(value)} fields are more than any object has")
-        return value
 
 
 class InitCommunicator(Wire):
@@ -175,12 +167,6 @@ class ParameterMeta(Wire):
     name: str
     dtype: DtypeName
     shape: Annotated[list[Count], Field(fail_fast=True, max_length=MOST_DIMENSIONS)]
-
-    @model_validator(mode="after")
-    def _can_be_counted(self) -> "ParameterMeta":
-        if self.num_bytes >= MOST:
-            raise ValueError("a parameter has less than 2**62 bytes")
-        return self
 
     @property
     def num_bytes(self) -> int:

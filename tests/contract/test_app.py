@@ -86,7 +86,7 @@ def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> 
     assert [(e.get("index"), e["where"]) for e in problem.errors] == [
         (1, "infer_requests[1].surprise"),
         (2, "infer_requests[2].messages"),
-        (3, "infer_requests[3]"),
+        (3, "infer_requests[3].videos"),
         (None, "request_config.top_p"),
     ]
     assert "field 'videos' is not served" in problem.errors[2]["detail"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import learner.cli
 import rollout_server.cli
-from shared_contracts.cli import describe, printable, run_cli, without_flag_types
+from shared_contracts.cli import describe, printable, run_cli
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 PROGRAMS = {"learner": learner.cli.app, "rollout-server": rollout_server.cli.app}
@@ -19,7 +19,7 @@ PROGRAMS = {"learner": learner.cli.app, "rollout-server": rollout_server.cli.app
 
 def help_pages(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """The help of a program and of every command below it, by command line."""
-    program = without_flag_types(typer.main.get_command(PROGRAMS[name]))
+    program: Any = typer.main.get_command(PROGRAMS[name])
     pages: dict[str, str] = {}
     pending: list[tuple[tuple[str, ...], Any]] = [((), program)]
     while pending:
@@ -40,7 +40,6 @@ def test_every_command_has_help_under_both_spellings(
     assert pages == help_pages(name, "--help", capsys)
     for command_line, page in pages.items():
         assert f"Usage: {command_line} " in page
-        assert "<bool>" not in page, "a flag has no value"
 
 
 READERS = ["config check", "config show", "doctor", "eval", "launch", "preflight", "train"]
