@@ -272,14 +272,14 @@ class Server:
         info = self._client.info()
         if self._differences and (found := list(self._differences(self.url, info))):
             raise RunError("; ".join(map(str, found)))
-        missing = self._lacks(version, info)
+        self.world_size, missing = info.world_size, self._lacks(version, info)
         if refusal is not None and missing is None:
             if wakes and any(replica.state == "asleep" for replica in info.replicas):
                 self._client.wake_up()
             else:
                 missing = refusal
         if missing is None:
-            self._use(info.server_epoch, info.world_size)
+            self._use(info.server_epoch)
         return missing
 
     def _lacks(self, version: int | None, info: Info) -> RunError | None:
@@ -297,20 +297,19 @@ class Server:
         self.lost = str(error)
         self.problem = error.problem.kind if isinstance(error, ProblemError) else ""
 
-    def _use(self, epoch: str, world_size: int) -> None:
+    def _use(self, epoch: str) -> None:
         with self._losing:
             if self.lost is not None:
                 _LOG.warning("rollout server %s is back", self.url)
-            self.epoch, self.world_size, self.lost, self.problem = epoch, world_size, None, ""
+            self.epoch, self.lost, self.problem = epoch, None, ""
 
     # --- pushes, in process 0
 
     def connect(self) -> int:
-        """Form the weight group; return the server's weights version."""
+        """Own the server, and form its weight group; return its weights version."""
         assert self._pusher is not None
         ready = self._pusher.connect()
         self.dtype, self.epoch = ready.dtype, ready.server_epoch
-        self.world_size = ready.world_size - 1
         return ready.weights_version
 
     def rests(self) -> bool:
@@ -354,7 +353,7 @@ class Server:
         """Log a push that succeeded, and use the server."""
         self._journal.push(self.url, again, report)
         self.unproven = self.unproven or again
-        self._use(report.status.server_epoch, self.world_size)
+        self._use(report.status.server_epoch)
 
 
 def _pause_s(state: RetryCallState) -> float:

@@ -94,9 +94,8 @@ class Worker:
     def init(self, body: object) -> Reply:
         self._asked = InitCommunicator.model_validate(body)
         self.leave()
-        store = open_store(self._asked)
-        self._groups = [join(store, number) for number in range(self._asked.senders)]
-        self.groups_formed += 1
+        if self._asked.world_size > 1:
+            self._form_groups()
         return CommunicatorReady(
             weights_version=0,
             world_size=self._asked.world_size,
@@ -104,6 +103,11 @@ class Worker:
             server_epoch="epoch-1",
             dtype="bfloat16",
         )
+
+    def _form_groups(self) -> None:
+        store = open_store(self._asked)
+        self._groups = [join(store, number) for number in range(self._asked.senders)]
+        self.groups_formed += 1
 
     def start(self, body: object) -> Reply:
         self._manifest = StartWeightUpdate.model_validate(body)

@@ -127,8 +127,9 @@ def test_an_adapter_is_one_call_with_safetensors_and_its_settings(
     model = adapted()
     with pusher_to(server, mode=SyncMode.of(model, "adapter", True)) as pusher:
         report = pusher.push(version=3)
-    assert [route for route, _ in server.calls] == [REACH, INIT, ADAPTER, CLOSE]
+    assert [route for route, _ in server.calls] == [INIT, ADAPTER, CLOSE]
     (formed,) = server.bodies(INIT)
+    assert formed["world_size"] == 1, "there is no group"
     ((query, content),) = server.bodies(ADAPTER)
     assert query == f"version=3&attempt={formed['attempt']}"
     assert (report.bytes, report.status.weights_version) == (len(content), 3)
@@ -146,7 +147,6 @@ def test_an_adapter_is_one_call_with_safetensors_and_its_settings(
 @pytest.mark.parametrize(
     ("route", "reply", "falls_back"),
     [
-        (REACH, problem("not-ready", "starting", "replicas"), False),
         (INIT, problem("group-port-taken", "!", "port"), False),
         (ADAPTER, problem("weight-update-order", "no group", "attempt"), False),
         (ADAPTER, HangUp(), False),
@@ -288,7 +288,7 @@ def test_a_learner_that_lost_its_server_ends(server: ScriptedServer, route: str)
     assert caught.value.where == server.base_url
     assert found in caught.value.found
     assert "name other servers" in caught.value.do
-    assert (worker.groups_formed, mode.fallback) == (int(route != INIT), None)
+    assert (worker.groups_formed, mode.fallback) == (int(route not in (INIT, ADAPTER)), None)
 
 
 # --- the group from its forming to its end
@@ -348,30 +348,6 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
     first, _, last = [each["attempt"] for each in formed]
     assert [each["replaces"] for each in formed] == [None, first, first]
     assert [each["attempt"] for each in server.bodies(CLOSE)] == [last]
-
-
-@pytest.mark.req("SYNC-01", "SYNC-04")
-@pytest.mark.parametrize("route", [INIT, START, UPDATE, ADAPTER])
-def test_a_pusher_that_was_closed_meanwhile_forms_no_other_group(
-    server: ScriptedServer, route: str
-) -> None:
-    """As a push that was left behind in its thread."""
-    worker = Worker(server)
-    mode = SyncMode.of(adapted(), "adapter" if route == ADAPTER else "full", True)
-    works = server.routes[route]
-    with pusher_to(server, mode=mode) as pusher:
-
-        def close(body: object) -> Reply:
-            pusher.close()
-            return works(body) if route in (INIT, START) else problem("internal", "!", "x")
-
-        server.routes[route] = close
-        with pytest.raises(WeightSyncError):
-            pusher.push(version=1)
-        with pytest.raises(WeightSyncError, match="has left this server"):
-            pusher.push(version=1)
-    assert (worker.groups_formed, mode.fallback) == (1, None)
-    assert len(server.bodies(FINISH)) == 0
 
 
 @pytest.mark.slow

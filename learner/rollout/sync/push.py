@@ -1,15 +1,18 @@
 """The learner's part of a push to one server, phase by phase (SYNC-04, SYNC-05).
 
-    reach       GET  /get_world_size/
-    rendezvous  POST /init_communicator/     |  join the group as rank 0       (once)
-    start       POST /start_weight_update/      manifest; the server drains and pauses
-    transfer    POST /update_weights/        |  send bucket after bucket
-    finish      POST /finish_weight_update/     the server resets its caches and resumes
-    adapter     POST /load_adapter/             instead of the three before: a LoRA adapter
+    connect                  GET  /get_world_size/
+      init_communicator      POST /init_communicator/     |  join the group as rank 0       (once)
+    push
+      start_weight_update    POST /start_weight_update/      manifest; the server drains and pauses
+      update_weights         POST /update_weights/        |  send bucket after bucket
+      finish_weight_update   POST /finish_weight_update/     the server resets its caches, resumes
+      load_adapter           POST /load_adapter/             instead of these three, and without a
+                                                             group: a LoRA adapter
+    close                    POST /close_communicator/
 
-The phases have the names and the order of `rollout_server.weights.pushes`. Calls beside a bar run
-at the same time. Each phase has a deadline. A phase that breaks is reported with side, address and
-phase; the next push forms the group anew.
+The methods have the names of their routes, and of the methods of `rollout_server.weights.pushes`.
+Calls beside a bar run at the same time. Each phase has a deadline. A phase that breaks is reported
+with side, address and phase; the next push forms the group anew.
 """
 
 import logging
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -30,7 +33,7 @@ from torch import Tensor
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.sync.group import CurrentGpu, Sender, join_group
-from learner.rollout.sync.weights import AdapterWeights, SyncMode
+from learner.rollout.sync.weights import SyncMode
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.weights import (
     CommunicatorReady,
@@ -45,6 +48,7 @@ from shared_contracts.weights import (
 _LOG = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+T = TypeVar("T")
 Phase = Literal["reach", "rendezvous", "start", "transfer", "finish", "adapter"]
 Side = Literal["learner", "server"]
 Join = Callable[[InitCommunicator, threading.Event], Sender]
@@ -53,7 +57,6 @@ Join = Callable[[InitCommunicator, threading.Event], Sender]
 _ANSWER_MARGIN_S = 60.0
 # The same after the learner's part has failed: the server knows the reason.
 REASON_GRACE_S = 3.0
-_CLOSED = "the learner has left this server"
 _ABANDONED = "the learner has left the group"
 _NO_GROUP = "rollout_matching.vllm.mode: colocate and rollout_backend: hf need no network group"
 
@@ -72,12 +75,10 @@ class WeightSyncError(RunError):
 
 
 class WeightPusher:
-    """Holds rank 0 of one server's weight group, and pushes through it.
+    """Owns one server, with rank 0 of its weight group, and pushes to it.
 
     Pushes are made one at a time; another thread may call `abandon` or `close` in the middle of
-    one.
-
-    Weights are sent from the current GPU of the thread that makes the pusher.
+    one. Weights are sent from the current GPU of the thread that makes the pusher.
 
     group_port: port of the rendezvous. join: how the group is joined.
 
@@ -93,6 +94,7 @@ class WeightPusher:
         bucket_bytes: int,
         join: Join = join_group,
     ) -> None:
+        self.senders = 0
         self._client = client
         self._port = group_port
         self._mode = mode
@@ -103,37 +105,34 @@ class WeightPusher:
         self._gpu = CurrentGpu()
         self._ready: CommunicatorReady | None = None
         self._group: Sender | None = None
-        self._attempt = ""  # of the newest group, also after it was abandoned; empty without one
-        self.senders = 0
-        self._leaving = threading.Lock()
-        self._closed = False
+        self._attempt = ""  # of the newest call that owned the server
 
-    # --- the group
+    # --- the server and its group
 
     def connect(self) -> CommunicatorReady:
-        """Form the weight group, once.
+        """Own the server, once, with a weight group unless an adapter is pushed.
 
         Raises:
             WeightSyncError: the server refused, or a side did not join in time.
             ContractError: another learner owns the server now.
         """
-        if self._ready is None or self.senders != 1:
-            self.form_group(self.new_group(1, self._transport))
+        senders = 1 if self._mode.adapter is None else 0
+        if self._ready is None or self.senders != senders:
+            self.init_communicator(self.new_group(senders, self._transport))
         assert self._ready is not None
         return self._ready
 
     def new_group(self, senders: int, transport: Transport) -> InitCommunicator:
-        """Return the call that forms a group with `senders` learner processes."""
-        if self._closed:
-            raise self._broken("learner", "reach", ConnectionAbortedError(_CLOSED))
+        """Return the call that forms a group with so many learner processes, or none with 0."""
         self.abandon()
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
+        workers = self._phase("reach", self._client.world_size) if senders else 0
         return InitCommunicator(
             host=self._phase("reach", partial(socket.gethostbyname, host)),
             port=self._port,
-            world_size=senders + self._phase("reach", self._client.world_size),
-            senders=senders,
+            world_size=max(senders, 1) + workers,
+            senders=max(senders, 1),
             attempt=uuid4().hex,
             learner=f"the learner on {socket.gethostname()} (process {os.getpid()})",
             replaces=self._attempt or None,
@@ -142,39 +141,31 @@ class WeightPusher:
             timeout_s=self._timeout_s,
         )
 
-    def form_group(self, init: InitCommunicator) -> None:
-        """Form a new group; raises as `connect`."""
-        given_up, ready, group = threading.Event(), list[CommunicatorReady](), list[Sender]()
-        try:
-            self._together(
-                "rendezvous",
-                lambda: ready.append(self._client.init_communicator(init)),
-                lambda: group.append(self._join_group(init, given_up)),
-            )
-        finally:
-            given_up.set()
-        with self._leaving:
-            if not self._closed:
-                self._ready, self._group, self._attempt = ready[0], group[0], init.attempt
-                self.senders = init.senders
-                return
-        group[0].abandon()
-        raise self._broken("learner", "rendezvous", ConnectionAbortedError(_CLOSED))
+    def init_communicator(self, init: InitCommunicator) -> None:
+        """Own the server, and form the group; raises as `connect`."""
+        call, given_up = partial(self._client.init_communicator, init), threading.Event()
+        if init.world_size == 1:
+            self._ready = self._phase("rendezvous", call)
+        else:
+            join = partial(self._join_group, init, given_up)
+            try:
+                self._ready, self._group = self._together("rendezvous", call, join)
+            finally:
+                given_up.set()
+            self.senders = init.senders
+        self._attempt = init.attempt
 
     def abandon(self) -> None:
-        """Leave the group of a lost server; the next push forms it anew."""
-        with self._leaving:
-            group, self._group, self._ready, self.senders = self._group, None, None, 0
+        """Leave a lost server and its group; the next push owns it and forms the group anew."""
+        group, self._group, self._ready, self.senders = self._group, None, None, 0
         if group is not None:
             group.abandon()
 
     def close(self) -> None:
-        """Leave the group for good and tell the server. A push that runs breaks."""
-        with self._leaving:
-            self._closed = True
-        had_group = self._group is not None
+        """Leave for good and tell the server. A push that runs breaks."""
+        owned = self._ready is not None
         self.abandon()
-        if had_group:
+        if owned:
             with suppress(ContractError, *SERVER_ERRORS):
                 self._client.close_communicator(GroupCall(attempt=self._attempt))
 
@@ -193,14 +184,17 @@ class WeightPusher:
             ready, adapter = self.connect(), self._mode.adapter
             began = time.monotonic()
             try:
-                if adapter is None:
-                    report = self._push_full(version, ready)
+                if adapter is not None:
+                    report = self.load_adapter(version, adapter.safetensors(ready.dtype))
                 else:
-                    report = self._push_adapter(version, adapter, ready)
+                    parameters = self._mode.full.metadata(ready.dtype)
+                    self.start_weight_update(version, parameters)
+                    self.update_weights(parameters, self._mode.full.tensors(ready.dtype))
+                    report = self.finish_weight_update()
             except Exception as error:
                 self.abandon()
                 ends = isinstance(error, ContractError) or _is_lost_at_start(error)
-                if adapter is None or ends or self._closed:
+                if adapter is None or ends:
                     raise
                 self._mode.adapter_failed(error)
                 continue
@@ -208,39 +202,31 @@ class WeightPusher:
             self._log(version, report)
             return report
 
-    def _push_full(self, version: int, ready: CommunicatorReady) -> SyncReport:
-        parameters = self._mode.full.metadata(ready.dtype)
-        self.start(version, parameters)
-        self.transfer(parameters, self._mode.full.tensors(ready.dtype))
-        return self.finish()
-
-    def start(self, version: int, parameters: list[ParameterMeta]) -> None:
+    def start_weight_update(self, version: int, parameters: list[ParameterMeta]) -> None:
         """Send the manifest; the server drains and pauses."""
         body = StartWeightUpdate(attempt=self._attempt, version=version, parameters=parameters)
-        self._phase("start", lambda: self._client.start_weight_update(body))
+        self._phase("start", partial(self._client.start_weight_update, body))
 
-    def transfer(
+    def update_weights(
         self, parameters: list[ParameterMeta], weights: Iterator[tuple[str, Tensor]]
     ) -> None:
         """Send the weights while the server receives and loads them."""
-        call, group = GroupCall(attempt=self._attempt), self._group
+        group = self._group
         if group is None:  # another thread has abandoned it
             raise self._broken("learner", "transfer", ConnectionAbortedError(_ABANDONED))
         self._together(
             "transfer",
-            lambda: self._client.update_weights(call),
-            lambda: group.send(parameters, weights),
+            partial(self._client.update_weights, GroupCall(attempt=self._attempt)),
+            partial(group.send, parameters, weights),
         )
 
-    def finish(self) -> SyncReport:
+    def finish_weight_update(self) -> SyncReport:
         """Have the server answer with the new weights."""
         call = GroupCall(attempt=self._attempt)
-        return self._phase("finish", lambda: self._client.finish_weight_update(call))
+        return self._phase("finish", partial(self._client.finish_weight_update, call))
 
-    def _push_adapter(
-        self, version: int, adapter: AdapterWeights, ready: CommunicatorReady
-    ) -> SyncReport:
-        content = adapter.safetensors(ready.dtype)
+    def load_adapter(self, version: int, content: bytes) -> SyncReport:
+        """Have the server answer with the adapter of a safetensors file."""
         call = partial(self._client.load_adapter, version, self._attempt, content)
         return self._phase("adapter", call)
 
@@ -261,8 +247,8 @@ class WeightPusher:
             raise self._broken("learner", phase, error) from error
 
     def _together(
-        self, phase: Phase, call: Callable[[], object], collective: Callable[[], object]
-    ) -> None:
+        self, phase: Phase, call: Callable[[], Answer], collective: Callable[[], T]
+    ) -> tuple[Answer, T]:
         """Run a call of the server and the learner's part of a collective at the same time.
 
         A thread in a collective cannot be ended: it is left behind when the phase breaks.
@@ -272,13 +258,14 @@ class WeightPusher:
         wait([called, collected], limit_s, FIRST_EXCEPTION)
         if collected.done() and collected.exception() is not None:
             wait([called], REASON_GRACE_S)
-        sides: list[tuple[Side, Future[object]]] = [("server", called), ("learner", collected)]
+        sides: list[tuple[Side, Future[Any]]] = [("server", called), ("learner", collected)]
         late = TimeoutError(f"no end within {limit_s:g} s")
         failed = [(side, part.exception()) for side, part in sides if part.done()]
         failed += [(side, late) for side, part in sides if not part.done()]
         for side, error in failed:
             if error is not None:
                 raise self._broken(side, phase, error) from error
+        return called.result(), collected.result()
 
     def _broken(self, side: Side, phase: Phase, reason: BaseException) -> RunError | ContractError:
         """Return the error of a phase; a ContractError if another learner owns the server."""

@@ -1,9 +1,9 @@
 """A push to a colocated server by all learner processes at the same time (ROLL-03).
 
-    process 0   POST /init_communicator/   every process   joins with its workers
-                POST /start_weight_update/
-                POST /update_weights/                      sends to the workers on its own GPU
-                POST /finish_weight_update/
+    process 0   init_communicator      every process   joins with its workers
+                start_weight_update
+                update_weights                         sends to the workers on its own GPU
+                finish_weight_update
 
 Every process makes the same calls of `peers`; a failure in one of them is raised in all.
 """
@@ -46,13 +46,13 @@ class SharedPush:
         began = time.monotonic()
         self._form_groups()
         parameters = self._weights.metadata(dtype)
-        self._by_pusher(lambda pusher: pusher.start(version, parameters))
+        self._by_pusher(lambda pusher: pusher.start_weight_update(version, parameters))
         sent = _Sent(self._weights.stream(dtype))
 
         def transfer() -> None:
             try:
                 if self._pusher is not None:
-                    self._pusher.transfer(parameters, sent)
+                    self._pusher.update_weights(parameters, sent)
                 else:
                     assert self._group is not None
                     with _named(self._peers.rank):
@@ -63,7 +63,9 @@ class SharedPush:
                 raise
 
         self._peers.all_gather(transfer)
-        finished = self._by_pusher(lambda pusher: pusher.finish().model_dump(mode="json"))
+        finished = self._by_pusher(
+            lambda pusher: pusher.finish_weight_update().model_dump(mode="json")
+        )
         report = SyncReport.model_validate(finished)
         report.seconds["total"] = time.monotonic() - began
         return report
@@ -100,7 +102,7 @@ class SharedPush:
             join = partial(join_group, init, given_up, peers.rank)
             joining = in_thread(CurrentGpu().used_by(join))
         try:
-            self._by_pusher(lambda pusher: pusher.form_group(init))
+            self._by_pusher(lambda pusher: pusher.init_communicator(init))
         except BaseException:  # the server will never open the group
             given_up.set()
             raise
