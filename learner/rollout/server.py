@@ -198,8 +198,8 @@ class Server:
 
     # --- lost and usable again
 
-    def lose(self, reason: str, epoch: str | None = None) -> None:
-        """Mark it as lost.
+    def lose(self, reason: str, epoch: str | None = None, problem: str = "") -> None:
+        """Mark it as lost, or note why it stays so.
 
         epoch: when the failed call began; ignored if the server was lost or restarted since.
         """
@@ -209,11 +209,17 @@ class Server:
             if self.lost is None:
                 _LOG.warning("rollout server %s is lost: %s", self.url, reason)
                 self._journal.lost(self.url, reason)
-            elif self.lost != reason:
+            elif self.lost != reason and not problem:
                 _LOG.warning("rollout server %s stays lost: %s", self.url, reason)
-            self.lost = reason
+            self.lost, self.problem = reason, problem
             if self._pusher is not None:
                 self._pusher.abandon()
+
+    def _use(self, epoch: str) -> None:
+        with self._losing:
+            if self.lost is not None:
+                _LOG.warning("rollout server %s is back", self.url)
+            self.epoch, self.lost, self.problem = epoch, None, ""
 
     def report(self) -> tuple[str | None, int, str | None]:
         """Return what process 0 knows of it, as `adopt` takes it: values of JSON."""
@@ -222,43 +228,41 @@ class Server:
     def adopt(self, epoch: str | None, world_size: int, lost: str | None) -> None:
         """Adopt the state in process 0, which has already logged a loss."""
         self.epoch, self.world_size, self.lost = epoch, world_size, lost
-        self.problem = ""
 
-    def check(self) -> bool:
-        """Return whether it is lost and can take a push now; makes one quick call.
+    def check(self) -> None:
+        """Mark it as lost if it was restarted, or lacks the weights; makes one quick call.
 
-        A usable server that was restarted, or lacks the weights, is lost. One that does not
-        answer is left to the calls: after a restart it has another epoch.
+        One that does not answer is left to the calls: after a restart it has another epoch.
         """
-        usable, epoch, reason = self.lost is None, self.epoch, ""
+        epoch = self.epoch
         try:
             if self._client.health().server_epoch != epoch:
-                reason = _RESTARTED
+                self.lose(_RESTARTED, epoch)
         except SERVER_ERRORS as error:
             if needs_push(error):
-                reason = str(error)
-            elif not usable:
-                self._stay_lost(error)
-                return False
-        if usable and reason:
-            self.lose(reason, epoch)
-        self.problem = ""
-        return self.lost is not None
+                self.lose(str(error), epoch)
 
-    def reconnect(self, version: int | None) -> None:
-        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
+    def restore(self, version: int | None, *, push: bool) -> RunError | None:
+        """Use a lost server again if it has the weights `version` (None: any), or gets them.
+
+        push: pushes them, and wakes a server that is asleep. Returns and raises as `push`.
+        """
         try:
-            missing = self._rejoin(version, wakes=False)
+            missing = self._rejoin(version, wakes=push)
         except RunError as error:
-            missing = error
+            missing, push = error, False
+        if missing is not None and push:
+            assert version is not None
+            return self.push(version, again=True)
         if missing is not None:
-            self._stay_lost(missing)
+            kind = missing.problem.kind if isinstance(missing, ProblemError) else ""
+            self.lose(str(missing), problem=kind)
+        return None
 
     def _rejoin(self, version: int | None, *, wakes: bool) -> RunError | None:
         """Use a lost server again, or return why it lacks the weights `version`.
 
         A push whose answer was lost is not repeated: the server would refuse it.
-        wakes: a server that is asleep.
 
         Raises RunError: the server is not there, or differs.
         """
@@ -293,16 +297,6 @@ class Server:
             return RunError(found)
         return ProblemError(Problem.of("push-needed", found, f"GET {self.url}/info/"))
 
-    def _stay_lost(self, error: RunError) -> None:
-        self.lost = str(error)
-        self.problem = error.problem.kind if isinstance(error, ProblemError) else ""
-
-    def _use(self, epoch: str) -> None:
-        with self._losing:
-            if self.lost is not None:
-                _LOG.warning("rollout server %s is back", self.url)
-            self.epoch, self.lost, self.problem = epoch, None, ""
-
     # --- pushes, in process 0
 
     def connect(self) -> int:
@@ -316,38 +310,33 @@ class Server:
         """Return whether a repeated push failed so recently that none is tried yet."""
         return self._clock() < self._rests_until
 
-    def push_to_version(self, version: int) -> RunError | None:
+    def push(self, version: int, *, again: bool = False) -> RunError | None:
         """Make `version` its weights and use it. If that fails, it is lost.
 
-        Returns the error. After a failure a lost server `rests`, longer every time. Raises what
-        would fail again: ContractError where another learner owns the server, RunError where the
-        server refused the weights.
+        again: it was lost. After a failure it `rests`, longer every time.
+
+        Returns the error. Raises what would fail again: ContractError where another learner owns
+        the server, RunError where the server refused the weights.
         """
-        was_lost = self.lost is not None
+        assert self._pusher is not None
         try:
-            if not was_lost or self._rejoin(version, wakes=True) is not None:
-                self._push(version, again=was_lost)
+            self.connect()
+            report = self._pusher.push(version)
+            self.connect()  # the push may have formed the group anew
+            if report.status.server_epoch != self.epoch:
+                raise RunError(f"{self.url} lost a replica while weights were pushed")
         except RunError as error:
             cause = error.__cause__
             if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
                 raise
-            if was_lost:
+            if again:
                 self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
                 self._rests_until = self._clock() + self._rest_s
             self.lose(str(error))
             return error
         self._rest_s = self._rests_until = 0.0
-        return None
-
-    def _push(self, version: int, *, again: bool) -> None:
-        """Raises RunError: the push broke, or did not reach every replica."""
-        assert self._pusher is not None
-        self.connect()
-        report = self._pusher.push(version)
-        self.connect()  # the push may have formed the group anew
-        if report.status.server_epoch != self.epoch:
-            raise RunError(f"{self.url} lost a replica while weights were pushed")
         self.adopt_push(report, again)
+        return None
 
     def adopt_push(self, report: SyncReport, again: bool = False) -> None:
         """Log a push that succeeded, and use the server."""

@@ -152,8 +152,8 @@ class ServerPool(RolloutBackend):
         here = {server: shares[server] for server in usable}
         return here if any(here.values()) else dict.fromkeys(here, 1)
 
-    def wait_for(self, find: Callable[[], list[Server]]) -> list[Server]:
-        """Call `find` until it returns a server.
+    def wait_for(self, find: Callable[[], list[T]]) -> list[T]:
+        """Call `find` until it returns something.
 
         Raises:
             RunError: for `timeout_s` no server was starting or needed only a push, or none came
@@ -254,17 +254,20 @@ class ServerPool(RolloutBackend):
         return True
 
     def _push(self, version: int) -> int:
-        def pushable() -> list[Server]:
-            return self.usable() + _checked(self._due())
+        def push() -> list[Server | RunError]:
+            """Push to each server that can take it; return those that did, and the errors."""
+            calls = [partial(server.push, version) for server in self.usable()]
+            calls += [partial(server.restore, version, push=True) for server in self._due()]
+            errors = [error for error in in_parallel(calls) if error is not None]
+            return [*self.usable(), *errors]
 
         with self._pushing:
             for is_last in (False, True):
-                servers = self.wait_for(pushable)
-                errors = [error for error in _push_to(servers, version) if error is not None]
-                if len(errors) < len(servers):
+                first, *_ = self.wait_for(push)
+                if isinstance(first, Server):
                     break
                 if is_last:
-                    raise errors[0]
+                    raise first
             self.version.record(version)
         return version
 
@@ -311,10 +314,10 @@ class ServerPool(RolloutBackend):
             return
         try:
             began = self.clock()
-            due = _checked([*self.usable(), *self._due()])
+            in_parallel([server.check for server in self.usable()])
+            self._restore(push=True)
             ended = self.clock()
             self._no_check_until = ended + _CHECKED_FRACTION * (ended - began)
-            _push_to(due, self.version.pushed)
         finally:
             self._pushing.release()
 
@@ -379,35 +382,22 @@ class ServerPool(RolloutBackend):
 
     def _restore_lost(self) -> list[Server]:
         """Push to lost servers in process 0 (SYNC-07); in the others check if they are back."""
-        version = self.version.pushed
         with self._pushing:
-            if self._is_leader and version is not None:
-                _push_to(_checked(self._due()), version)
-            else:
-                self._reconnect()
+            self._restore(push=self._is_leader and self.version.pushed is not None)
         return self.usable()
 
     def _reconnect_lost(self) -> list[Server]:
         """Use lost servers again that have the weights; push nothing."""
         with self._pushing:
-            self._reconnect()
+            self._restore(push=False)
         usable = self.usable()
         if not usable and any(server.problem == "push-needed" for server in self.servers):
             raise PushNeeded(f"no rollout server has the weights ({self.reasons()})")
         return usable
 
-    def _reconnect(self) -> None:
-        in_parallel([partial(server.reconnect, self.version.pushed) for server in self._due()])
-
-
-def _checked(servers: Sequence[Server]) -> list[Server]:
-    """Check the servers; return those that are lost and can take a push now."""
-    pushable = in_parallel([server.check for server in servers])
-    return [server for server, can in zip(servers, pushable, strict=True) if can]
-
-
-def _push_to(servers: Sequence[Server], version: int) -> list[RunError | None]:
-    return in_parallel([partial(server.push_to_version, version) for server in servers])
+    def _restore(self, *, push: bool) -> None:
+        version = self.version.pushed
+        in_parallel([partial(server.restore, version, push=push) for server in self._due()])
 
 
 class Dispatch:

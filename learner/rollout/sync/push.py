@@ -255,10 +255,10 @@ class WeightPusher:
         """
         limit_s = self._timeout_s + _ANSWER_MARGIN_S
         called, collected = in_thread(call), in_thread(self._gpu.used_by(collective))
-        wait([called, collected], limit_s, FIRST_EXCEPTION)
+        sides: list[tuple[Side, Future[Any]]] = [("server", called), ("learner", collected)]
+        wait([part for _, part in sides], limit_s, FIRST_EXCEPTION)
         if collected.done() and collected.exception() is not None:
             wait([called], REASON_GRACE_S)
-        sides: list[tuple[Side, Future[Any]]] = [("server", called), ("learner", collected)]
         late = TimeoutError(f"no end within {limit_s:g} s")
         failed = [(side, part.exception()) for side, part in sides if part.done()]
         failed += [(side, late) for side, part in sides if not part.done()]
