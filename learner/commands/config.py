@@ -18,6 +18,9 @@ ConfigFile = Annotated[
     Path | None, typer.Argument(metavar="YAML", help="Training YAML. --config can name it instead.")
 ]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Training YAML.")]
+# Options of several commands.
+NewFolder = Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def only_config(file: Path | None, option: Path | None) -> Path:
@@ -42,20 +45,9 @@ def show(
 
     The origin is a file and line, `default`, or `derived` from another key.
     """
-    from rich.console import Console
-
     from learner.config.load import show_config
 
-    text = show_config(only_config(file, config), all_origins)
-    console = Console()
-    if not console.is_terminal:
-        typer.echo(text, nl=False)
-        return
-    from rich.syntax import Syntax
-
-    colours = Syntax("", "yaml", theme="ansi_dark", background_color="default").highlight(text)
-    colours.highlight_regex(r"(?m)^.* # (default|derived)$", "dim")  # lines that no file sets
-    console.print(colours, soft_wrap=True, end="")
+    typer.echo(show_config(only_config(file, config), all_origins), nl=False)
 
 
 @config_app.command()

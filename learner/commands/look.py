@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from learner.commands.config import Json
 from shared_contracts.errors import ContractError
 
 
@@ -73,7 +74,7 @@ def compare(
     first: Annotated[Path, typer.Argument(help="Run folder, or the folder of an evaluation.")],
     second: Annotated[Path, typer.Argument(help="Another one, of the same samples.")],
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Compare two evaluations: scores, differences and their 95 % intervals over samples.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from learner.commands.config import ConfigFile, ConfigOption, only_config
+from learner.commands.config import ConfigFile, ConfigOption, Json, NewFolder, only_config
 from learner.distributed.waiting import use_passive_wait
 from shared_contracts.cli import RUN_FAILED
 from shared_contracts.errors import ContractError, ContractErrors
@@ -21,7 +21,7 @@ def init(
             help="Samples to train on: a data file, or what `learner data convert` reads."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
+    out: NewFolder,
     val: Annotated[
         Path | None,
         typer.Option(help="Samples to evaluate on, likewise. (no evaluation)"),
@@ -59,7 +59,7 @@ def init(
 def doctor(
     file: ConfigFile = None,
     config: ConfigOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    json: Json = False,
     push: Annotated[
         bool,
         typer.Option(
@@ -104,7 +104,7 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(help="Folder of the checkpoint, e.g. RUN/checkpoint-500.")
     ],
-    out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
+    out: NewFolder,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Data type of the weights; auto: that of the checkpoint."),
@@ -157,7 +157,7 @@ def estimate(
     file: ConfigFile = None,
     config: ConfigOption = None,
     gpus: Annotated[int, typer.Option(help="Number of learner GPUs.", min=1)] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json: Json = False,
 ) -> None:
     """Estimate the memory and time of a run on a GPU, without one."""
     from json import dumps

@@ -5,19 +5,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from learner.commands.config import NewFolder
 from shared_contracts.errors import ContractError
 
 toy_app = typer.Typer(
     help="Make toy data and a toy model: coloured shapes, a tiny Qwen-VL.", no_args_is_help=True
 )
 
-Out = Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.", min=0)]
 
 
 @toy_app.command()
 def make_data(
-    out: Out,
+    out: NewFolder,
     train: Annotated[int, typer.Option(help="Number of scenes to train on.", min=1)] = 2048,
     val: Annotated[int, typer.Option(help="Number of held-out scenes.", min=1)] = 128,
     seed: Seed = 0,
@@ -52,7 +52,7 @@ def make_data(
 
 @toy_app.command()
 def make_model(
-    out: Out,
+    out: NewFolder,
     seed: Seed = 0,
     expand_vocab: Annotated[
         Path | None, typer.Option(help="Add the coordinate tokens to this checkpoint instead.")
@@ -93,7 +93,7 @@ def make_model(
 def pretrain_vision(
     model: Annotated[Path, typer.Option(help="A toy model.", exists=True, file_okay=False)],
     data: Annotated[Path, typer.Option(help="JSONL of toy scenes.", exists=True, dir_okay=False)],
-    out: Out,
+    out: NewFolder,
     steps: Annotated[int, typer.Option(help="Number of steps of 16 scenes.", min=1)] = 2400,
     seed: Seed = 0,
 ) -> None:

@@ -67,7 +67,9 @@ def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
         ContractError: names what is missing.
     """
     if not folder.is_dir():
-        raise ContractError("model.model", f"there is no folder {folder}", _where_it_may_be(folder))
+        do = "Give the folder of a checkpoint, or download one into it: "
+        do += f"hf download OWNER/NAME --local-dir {folder}"
+        raise ContractError("model.model", f"there is no folder {folder}", do)
     chain = checkpoint_chain(folder, "model.model")
     having = {
         "config.json": chain[-1],
@@ -104,16 +106,6 @@ def coordinate_ids(folder: Path) -> list[int]:
     tokenizer = read_tokenizer(place / "tokenizer.json")
     ids = [tokenizer.token_to_id(coord_token(k)) for k in range(COORD_BINS)]
     return [each for each in ids if each is not None]
-
-
-def _where_it_may_be(folder: Path) -> str:
-    """Return the advice for a missing folder, also for `org/name` of the Hub."""
-    do = "Give the folder of a checkpoint saved with its processor"
-    here = Path.cwd()
-    name = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    if len(name.parts) != 2 or folder.parent.exists():
-        return do
-    return f"{do}; for a model of the Hugging Face Hub, first: hf download {name} --local-dir DIR"
 
 
 def check_target_modules(config: Config) -> None:

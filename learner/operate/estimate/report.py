@@ -17,7 +17,7 @@ from learner.operate.estimate.step import (
     step_costs,
 )
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
-from learner.training.checkpoint_checks import longest_prompt
+from learner.training.checkpoint_checks import check_model, longest_prompt
 from learner.training.input_checks import check_processes, check_step_budget, generates
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
@@ -212,6 +212,7 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
 
     Raises ContractError for an invalid model, data, or number of processes.
     """
+    check_model(config)
     check_processes(config, processes)
     check_step_budget(config, len(samples), processes)
     own = samples[: max(1, config.training.effective_batch_size // processes)]
