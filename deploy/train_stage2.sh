@@ -11,11 +11,11 @@
 #   --train-gpus IDS    GPUs of the learner; or TRAIN_GPUS
 #   --nproc N           learner processes: as many as --train-gpus, else 1; or NPROC
 #
-# What the YAML says is asked of `learner preflight`, whose shell assignments are all that is
-# read here. Nothing is started unless ROLLOUT_CONTRACT_JSON is one line of JSON with
-# rollout_backend, vllm_mode and server_base_urls, and every server is well by
-# server_healthy.py, which lies beside this, within ROLLOUT_SERVER_TIMEOUT_S seconds, unless it
-# is started here.
+# Reads the shell assignments of `learner preflight` and nothing else of the YAML. Starts nothing
+# unless ROLLOUT_CONTRACT_JSON is one line of JSON with rollout_backend, vllm_mode and
+# server_base_urls. Unless it starts the servers, every one must pass server_healthy.py, in the
+# folder of this script, within ROLLOUT_SERVER_TIMEOUT_S seconds. `learner launch` checks the split
+# of the GPUs.
 set -euo pipefail
 
 stop() {
@@ -25,10 +25,6 @@ stop() {
 
 usage() {
   stop "usage: $0 [--server-gpus IDS]... [--train-gpus IDS] [--nproc N] CONFIG" 2
-}
-
-require_ids() {
-  [[ $2 =~ ^[0-9]+(,[0-9]+)*$ ]] || stop "$1 is '$2', not a list of GPU ids like 0,1,2" 2
 }
 
 read -ra server_gpus <<< "${SERVER_GPUS-}"
@@ -47,12 +43,9 @@ done
 [[ -n $config ]] || usage
 (( ${#given[@]} == 0 )) || server_gpus=("${given[@]}")
 
-for ids in "${server_gpus[@]}"; do require_ids --server-gpus "$ids"; done
-[[ -z $train_gpus ]] || require_ids --train-gpus "$train_gpus"
-all=$(IFS=,; echo "${server_gpus[*]}${train_gpus:+,$train_gpus}")
-twice=$(tr ',' '\n' <<< "$all" | sort -n | uniq -d | xargs)
-[[ -z $twice ]] || stop "GPU $twice is named more than once in --server-gpus and --train-gpus" 2
 if [[ -n $train_gpus ]]; then
+  [[ $train_gpus =~ ^[0-9]+(,[0-9]+)*$ ]] \
+    || stop "--train-gpus is '$train_gpus', not a list of GPU ids like 0,1,2" 2
   IFS=, read -ra learner_gpus <<< "$train_gpus"
   count=${#learner_gpus[@]}
   [[ ${nproc:-$count} == "$count" ]] \
@@ -60,9 +53,6 @@ if [[ -n $train_gpus ]]; then
 fi
 nproc=${nproc:-${count:-1}}
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || stop "--nproc is '$nproc', not a number of processes" 2
-if (( ${#server_gpus[@]} )); then
-  [[ -n $train_gpus ]] || stop "--server-gpus is given without --train-gpus" 2
-fi
 
 beside=$(dirname "$(realpath "$0")")
 [[ -f $beside/server_healthy.py ]] || stop "there is no server_healthy.py in $beside" 2
@@ -116,15 +106,7 @@ def read_contract(text):
         stop(f"rollout_backend {backend!r} with vllm_mode {mode!r} is not known")
     if mode == "server" and not urls:
         stop("vllm_mode is server, and server_base_urls is empty")
-    return backend, mode, urls
-
-
-def require_split(lists, backend, mode, urls):
-    """GPUs are given for as many servers as there are to start."""
-    if mode != "server":
-        stop(f"--server-gpus is given, and rollout_backend {backend} with vllm_mode {mode} has none")
-    if lists != len(urls):
-        stop(f"--server-gpus is given {lists} times, and server_base_urls has {len(urls)}")
+    return mode, urls
 
 
 def seconds(text):
@@ -148,10 +130,8 @@ def wait_for(url, deadline):
         time.sleep(0.5)
 
 
-backend, mode, urls = read_contract(os.environ["ROLLOUT_CONTRACT_JSON"])
-if lists := int(os.environ["STARTED_HERE"]):
-    require_split(lists, backend, mode, urls)
-elif mode == "server":
+mode, urls = read_contract(os.environ["ROLLOUT_CONTRACT_JSON"])
+if mode == "server" and os.environ["STARTED_HERE"] == "0":
     deadline = time.monotonic() + seconds(os.environ["ROLLOUT_SERVER_TIMEOUT_S"])
     for url in urls:
         wait_for(url, deadline)
@@ -159,7 +139,7 @@ PYTHON
 
 if (( ${#server_gpus[@]} )); then
   exec learner launch --config "$config" "${server_gpus[@]/#/--server-gpus=}" \
-    --train-gpus "$train_gpus"
+    ${train_gpus:+--train-gpus "$train_gpus"}
 fi
 [[ -z $train_gpus ]] || export CUDA_VISIBLE_DEVICES=$train_gpus
 train=(learner train --config "$config")

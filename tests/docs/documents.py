@@ -1,5 +1,6 @@
 """The fenced blocks of the documents, and a folder with a server in which their commands run."""
 
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from learner.config import dump_mapping
-from learner.data.toy import make_data
+from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.run_folder import RunFolder
 from tests.contract.running_server import START_TIMEOUT_S
@@ -106,7 +107,7 @@ def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Itera
     (folder / "CHECKPOINT").symlink_to(model)
     (folder / "configs").symlink_to(ROOT / "configs")
     Image.new("RGB", (64, 64), (90, 120, 30)).save(folder / "cat.png")
-    make_data(folder / "toy", train=200, val=20, seed=0)
+    make_faulty(make_data(folder / "toy", train=200, val=20, seed=0))
     options = serve.replace("CHECKPOINT", str(model)).replace("/data/images", str(folder)).split()
     server = ServerProcess([*options[2:], "--kv-cache-gib", "0.125"], folder / "server.log")
     world = World(folder, server.base_url, nursery)
@@ -114,7 +115,7 @@ def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Itera
         (folder / "my_run.yaml").write_text(dump_mapping(training(server.base_url)))
         world.write_config("train.yaml", rollout_matching={"max_new_tokens": 80})
         (folder / "runs" / "first").mkdir(parents=True)
-        world.write_config("runs/first/two_channel.yaml")
+        world.write_config("runs/first/two_channel.yaml", rollout_matching=servers(new_address()))
         (folder / "runs" / "first" / "two_channel").symlink_to(folder / RUN)
         server.wait_until_healthy(START_TIMEOUT_S)
         yield world
@@ -122,10 +123,30 @@ def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Itera
         server.stop()
 
 
+def make_faulty(toy: ToyData) -> None:
+    """Write `mine.jsonl` and `instances.json` with the faults that docs/data.md shows."""
+    records = [json.loads(line) for line in toy.train_jsonl.read_text().splitlines()[:5]]
+    for record, count in zip(records, (2, 1, 2, 2, 3), strict=True):
+        objects = [{"desc": "cat", "bbox_2d": [600, 600, 900, 900 - n]} for n in range(count)]
+        record["objects"] = objects
+    records[1]["objects"][0]["bbox_2d"] = [562, 375, 1200, 734]
+    records[4]["objects"][2] = {"desc": "red line", "bbox_2d": [40, 40, 40, 90]}
+    lines = [f"{json.dumps(record)}\n" for record in records]
+    toy.train_jsonl.with_name("mine.jsonl").write_text("".join(lines))
+    coco = json.loads(toy.coco_train.read_text())
+    image, annotation = coco["images"][0], coco["annotations"][0]
+    coco["images"].append(image | {"id": 9000, "file_name": "images/train/lost.png"})
+    coco["annotations"][3]["iscrowd"] = 1
+    coco["annotations"][5]["bbox"][2] += image["width"]
+    coco["annotations"] += [
+        annotation | {"id": 9001, "image_id": 9000},
+        annotation | {"id": 9002, "bbox": [1, 1, 0, 0]},
+    ]
+    toy.train_jsonl.with_name("instances.json").write_text(json.dumps(coco))
+
+
 def training(base_url: str) -> dict[str, object]:
     """The demo's warm-up with both channels and a few small steps."""
-    (group_port,) = free_ports(1)
-    servers = [{"base_url": base_url, "group_port": group_port}]
     return {
         "extends": "configs/demo/warmup.yaml",
         "model": {"model": "CHECKPOINT"},
@@ -139,5 +160,14 @@ def training(base_url: str) -> dict[str, object]:
             "resume": "auto",
         },
         "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-        "rollout_matching": {"max_new_tokens": 16, "vllm": {"server": {"servers": servers}}},
+        "rollout_matching": {"max_new_tokens": 16, **servers(base_url)},
     }
+
+
+def servers(base_url: str) -> dict[str, object]:
+    (group_port,) = free_ports(1)
+    return {"vllm": {"server": {"servers": [{"base_url": base_url, "group_port": group_port}]}}}
+
+
+def new_address() -> str:
+    return f"http://127.0.0.1:{free_ports(1)[0]}"

@@ -16,22 +16,21 @@ from rollout_server.settings.options import ServerSettings, load_settings
 from tests.docs.documents import ROOT, Block, World, blocks, open_world
 from tests.integration.ranks import Nursery
 
-SHELL = [block for block in blocks("sh") if block.document != "docs/gpus.md"]
+SHELL = blocks("sh")
 SERVE, TRAIN = (
     next(c for block in SHELL for c in block.commands if all(word in c for word in words))
     for words in (("rollout-server serve", "--device cpu"), ("learner train my_run.yaml",))
 )
 # The rest needs GPUs, docker, root, a published checkpoint, several nodes, or minutes.
 # scripts/doc_links checks its commands and options.
-RUNS = re.compile(r"(?!.*(my_run/|configs/))(curl|learner (config check|doctor|report|replay)) ")
-COMMANDS = sorted(
-    {c.replace("--config ", "") for block in SHELL for c in block.commands if RUNS.match(c)}
+RUNS = re.compile(
+    r"(?!.*(my_run/|configs/))"
+    r"(curl|learner (config check|doctor|estimate|report|replay|launch --device cpu)) "
 )
-TRANSCRIPTS = [
-    block
-    for block in blocks("")
-    if re.match(r"\$ .*( --config train.yaml| toy/(val|train).jsonl )", block.text)
-]
+# The programs see no GPU with any value of this variable.
+SAME = re.compile(r"^CUDA_VISIBLE_DEVICES=\S+ |--config ")
+COMMANDS = sorted({c for b in SHELL for each in b.commands if RUNS.match(c := SAME.sub("", each))})
+TRANSCRIPTS = [block for block in blocks("") if block.text.startswith("$ ")]
 
 
 @pytest.fixture(scope="session")

@@ -6,31 +6,24 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoProcessor
 from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.config import dump_mapping
 from learner.config.schema import Config
-from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
-from learner.models.prompts import encode_request
-from learner.operate.doctor import machine, servers, weights
+from learner.operate.doctor import machine, servers
 from learner.operate.doctor.findings import CheckResult, run_check
 from learner.operate.doctor.run import examine
-from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
 from learner.training.input_checks import InputChecks
-from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
+from shared_contracts.errors import ContractError
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
-from shared_contracts.weights import CommunicatorReady
 from tests.unit.findings import by_check
-from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
+from tests.unit.scripted_server import problem, scripted_server
 from tests.unit.small_run import small_config, small_mapping
 
 URL = "http://serve-0:8000"
@@ -165,70 +158,7 @@ def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected:
             servers.check_token([server.base_url], "secret")
 
 
-@pytest.mark.req("RES-16")
-def test_prompt_of_the_server_must_have_every_id_of_the_learner(
-    toy_checkpoint: Path, toy_data: ToyData
-) -> None:
-    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
-    request = build_request(sample, "Detect.", None)
-    processor = AutoProcessor.from_pretrained(toy_checkpoint)
-    ours = encode_request(processor, request).ids.tolist()
-
-    def compare(theirs: list[int]) -> None:
-        servers.compare_prompts([sample], [request], [envelope([1], theirs)], processor)
-
-    compare(ours)
-    for theirs in ([], ours[:3], ours[:-1], [*ours, ours[-1]]):
-        with pytest.raises(ContractError) as caught:
-            compare(theirs)
-        differs = caught.value
-        assert f"position {min(len(theirs), len(ours))}" in differs.where
-        assert "no token" in differs.found
-        assert f"lengths {len(ours)} and {len(theirs)}" in differs.found
-
-
-# --- weights ----------------------------------------------------------------------------
-
-
-class ScriptedPusher:
-    """Notes its calls."""
-
-    def __init__(self, calls: list[object]) -> None:
-        self._calls = calls
-
-    def connect(self) -> CommunicatorReady:
-        return CommunicatorReady(
-            weights_version=4, world_size=2, transport="gloo", server_epoch="a-0", dtype="float32"
-        )
-
-    def push(self, version: int) -> None:
-        self._calls.append(f"push {version}")
-
-    def close(self) -> None:
-        self._calls.append("close")
-
-
-@pytest.mark.req("SYNC-06")
-def test_push_fails_if_the_server_answers_with_other_weights(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scripted server is certain of every token, and the toy model of none."""
-    processor = AutoProcessor.from_pretrained(config.model.model)
-    calls: list[object] = []
-
-    class Client(RolloutClient):
-        def infer(self, call: InferCall, *_: Any) -> list[RolloutEnvelope]:
-            calls.append(call.expected_weights_version)
-            prompts = [encode_request(processor, each).ids.tolist() for each in call.infer_requests]
-            envelopes = [envelope([1, 2], prompt) for prompt in prompts]
-            for each in envelopes:
-                each.response.choices[0].logprobs = ChoiceLogprobs.of([0.0, 0.0])
-            return envelopes
-
-    monkeypatch.setattr(weights, "WeightPusher", lambda *_: ScriptedPusher(calls))
-    with pytest.raises(RunError, match="does not compute with the weights that were pushed"):
-        weights.push_checkpoint(config, [Client(URL)])
-    assert calls == [None, "push 5", 5, "close"]
+# --- the whole --------------------------------------------------------------------------
 
 
 def test_push_waits_for_the_other_checks(
@@ -240,9 +170,6 @@ def test_push_waits_for_the_other_checks(
     assert result.exit_code == 1, result.output
     last = json.loads(result.stdout)["findings"][-1]
     assert (last["check"], last["status"]) == ("push", "skipped")
-
-
-# --- the whole --------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from transformers import ProcessorMixin
 
@@ -24,9 +24,8 @@ from learner.stages.tokens import Tokenizer
 from learner.training.backends import transport_of
 from learner.training.checks import Caution, Check, require
 from learner.training.server_checks import ServerChecks
-from learner.types import Sample
 from shared_contracts.errors import ContractError
-from shared_contracts.infer import InferCall, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Info, given_token
 from shared_contracts.weights import Transport
 
@@ -63,9 +62,16 @@ class AnswerChecks:
         return check_overlap(visible, self._machine.use, self._infos())
 
     def _check_prompts(self) -> str:
+        """Compare the prompt ids of every server with the learner's (ROLL-01)."""
         processor, requests = self._processor(), self._servers.requests()
         for envelopes in require(self._servers.envelopes, "media"):
-            compare_prompts(self._servers.samples, requests, envelopes, processor)
+            for sample, request, envelope in zip(
+                self._servers.samples, requests, envelopes, strict=True
+            ):
+                theirs = envelope.response.prompt_token_ids
+                assert theirs is not None, "requested with return_details"
+                ours = encode_request(processor, request).ids.tolist()
+                check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
         return f"{len(requests)} prompts agree"
 
     def _check_rollout(self) -> str:
@@ -128,20 +134,6 @@ def check_owner(servers: Mapping[str, Info]) -> str:
             do = "Stop it before you start a run: the newest learner takes a server over"
             raise Caution([ContractError(url, found, do)])
     return "no learner pushes to the servers"
-
-
-def compare_prompts(
-    samples: Sequence[Sample],
-    requests: Sequence[RolloutInferRequest],
-    envelopes: Sequence[RolloutEnvelope],
-    processor: ProcessorMixin,
-) -> None:
-    """Raise ContractError unless learner and servers encode equal prompt ids (ROLL-01)."""
-    for sample, request, envelope in zip(samples, requests, envelopes, strict=True):
-        server_ids = envelope.response.prompt_token_ids
-        assert server_ids is not None, "requested with return_details"
-        learner_ids = encode_request(processor, request).ids.tolist()
-        check_prompt_ids(sample.sample_id, learner_ids, server_ids, processor.tokenizer)
 
 
 def describe_answer(envelope: RolloutEnvelope, tokenizer: Tokenizer, answers: AnswerFormat) -> str:
