@@ -4,11 +4,10 @@ It ends with the first stage that differs, because later stages depend on it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple, get_args
 
-from learner.analysis.replay.rebuild import LoggedStep, Rebuilder
+from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, Rebuilt
 from learner.runs.declared import ANSWER_FAULTS
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
@@ -20,57 +19,61 @@ _FAULTS = {f"stage2_ab/channel_b/{fault}" for fault in ANSWER_FAULTS}
 Stage = Literal["parse", "match", "target", "packs", "metrics"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-Path = tuple[str | int, ...]
-# (logged, rebuilt) for each answer of a process.
-Rebuilt = Sequence[tuple[StepAnswer, AssessedRollout]]
 # Marks a missing value.
 NOTHING = object()
 
 
 class Values(NamedTuple):
-    """A logged and a rebuilt value. rank, answer: None for a value of the whole step."""
+    """Values of an answer or a process; rank, answer: None for a value of the whole step.
+
+    path: keys and indices of the values in those of the stage.
+    """
 
     logged: Any
     rebuilt: Any
     rank: int | None = None
     answer: StepAnswer | None = None
+    path: tuple[str | int, ...] = ()
+
+    def difference(self) -> "Values | None":
+        """Return the first values within these that differ; None for equal ones."""
+        logged, rebuilt = self.logged, self.rebuilt
+        if isinstance(logged, list | tuple) and isinstance(rebuilt, list | tuple):
+            logged, rebuilt = dict(enumerate(logged)), dict(enumerate(rebuilt))
+        if not (isinstance(logged, dict) and isinstance(rebuilt, dict)):
+            return None if logged == rebuilt else self
+        within = (
+            Values(
+                logged.get(key, NOTHING),
+                rebuilt.get(key, NOTHING),
+                self.rank,
+                self.answer,
+                (*self.path, key),
+            ).difference()
+            for key in {**logged, **rebuilt}
+        )
+        return next(filter(None, within), None)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first difference of two values. path: keys and indices. values: at this path."""
+class Difference(NamedTuple):
+    """The first difference of a step."""
 
     stage: Stage
-    path: Path
     values: Values
 
     @property
     def field(self) -> str:
         """`parse.objects[1].coords[2]`"""
-        steps = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)
+        steps = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.values.path)
         return self.stage + "".join(steps)
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """compared: number of compared answers or metrics."""
+class Replayed(NamedTuple):
+    """A rebuilt step. stages: numbers of values and of different ones, of each compared stage."""
 
-    compared: int
-    differences: list[Difference]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A rebuilt step. stages: the compared ones."""
-
-    logged: LoggedStep
     ranks: Sequence[Rebuilt]
-    stages: Mapping[Stage, StageResult]
-
-    @property
-    def first(self) -> Difference | None:
-        """The difference of the earliest stage, process and answer."""
-        return next((each for result in self.stages.values() for each in result.differences), None)
+    stages: Mapping[Stage, tuple[int, int]]
+    first: Difference | None
 
     def assessed(self, answer: StepAnswer) -> AssessedRollout:
         """Return the rebuilt form of an answer."""
@@ -79,18 +82,14 @@ class Replayed:
 
 def compare(step: LoggedStep, rebuilder: Rebuilder) -> Replayed:
     """Rebuild a step, and compare each stage with the log."""
-    ranks = [list(zip(own, rebuilder.assessed(own), strict=True)) for own in step.ranks]
-    results: dict[Stage, StageResult] = {}
+    ranks = [rebuilder.rebuild(own) for own in step.ranks]
+    stages: dict[Stage, tuple[int, int]] = {}
     for stage, values in _stages(step, ranks, rebuilder):
-        differences = [
-            Difference(stage, path, Values(logged, rebuilt, each.rank, each.answer))
-            for each in values
-            for path, logged, rebuilt in islice(_differences(each.logged, each.rebuilt), 1)
-        ]
-        results[stage] = StageResult(len(values), differences)
-        if differences:
-            break
-    return Replayed(step, ranks, results)
+        different = [found for each in values if (found := each.difference()) is not None]
+        stages[stage] = len(values), len(different)
+        if different:
+            return Replayed(ranks, stages, Difference(stage, different[0]))
+    return Replayed(ranks, stages, None)
 
 
 def _stages(
@@ -98,31 +97,25 @@ def _stages(
 ) -> Iterator[tuple[Stage, list[Values]]]:
     """Yield the values of each stage; the caller stops at a difference, before packs are made."""
     pairs = [(answer, LoggedAnswer.of(assessed)) for own in ranks for answer, assessed in own]
-    yield (
-        "parse",
-        [_values(was, _parse(was), _parse(now)) for was, now in pairs],
-    )
+    yield "parse", [Values(_parse(was), _parse(now), was.rank, was) for was, now in pairs]
     yield (
         "match",
-        [_values(was, was.match.model_dump(), now.match.model_dump()) for was, now in pairs],
+        [
+            Values(was.match.model_dump(), now.match.model_dump(), was.rank, was)
+            for was, now in pairs
+        ],
     )
-    yield "target", [_values(was, _target(was), _target(now)) for was, now in pairs]
+    yield "target", [Values(_target(was), _target(now), was.rank, was) for was, now in pairs]
     payload, packs = Payload(), list[Values]()
     for own in ranks:
         packs += _packs(own, rebuilder, payload)
     yield "packs", packs
     if step.metrics:
         rebuilt = payload.metrics()
+        missing = {key: NOTHING for key, value in rebuilt.items() if value and key not in _FAULTS}
         # Earlier versions logged neither answer faults nor counters of 0.
-        logged = {
-            key: step.metrics.get(key, NOTHING if value and key not in _FAULTS else value)
-            for key, value in rebuilt.items()
-        }
-        yield "metrics", [Values({key: logged[key]}, {key: rebuilt[key]}) for key in rebuilt]
-
-
-def _values(answer: StepAnswer, logged: Any, rebuilt: Any) -> Values:
-    return Values(logged, rebuilt, answer.rank, answer)
+        logged = {**rebuilt, **missing, **step.metrics}
+        yield "metrics", [Values(logged[key], rebuilt[key], path=(key,)) for key in rebuilt]
 
 
 def _parse(answer: LoggedAnswer) -> dict[str, Any]:
@@ -148,29 +141,17 @@ def _target(answer: LoggedAnswer) -> dict[str, Any]:
     }
 
 
-def _packs(own: Rebuilt, rebuilder: Rebuilder, payload: Payload) -> list[Values]:
-    """Return the pack places of one process's segments; add its counts to `payload`."""
-    answers, assessed = zip(*own, strict=True)
+def _packs(own: Rebuilt, rebuilder: Rebuilder, payload: Payload) -> Iterator[Values]:
+    """Yield the pack places of one process's segments; add its counts to `payload`."""
     try:
-        packing, counts = rebuilder.packed(answers, assessed)
+        packing, counts = rebuilder.packed(own)
     except ContractError as error:
-        logged = len({answer.segment.pack for answer in answers if answer.segment})
-        return [Values(f"{logged} packs", error.found, answers[0].rank)]
+        logged = len({answer.segment.pack for answer, _ in own if answer.segment})
+        yield Values(f"{logged} packs", error.found, own[0][0].rank)
+        return
     payload.merge(counts)
     places = iter(packing.places)  # of all answers with a target
-    rebuilt = [None if each.target is None else asdict(next(places)) for each in assessed]
-    segments = [None if each.segment is None else asdict(each.segment) for each in answers]
-    return [_values(*values) for values in zip(answers, segments, rebuilt, strict=True)]
-
-
-def _differences(logged: Any, rebuilt: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield (path, logged, rebuilt) for each difference of two JSON values, in order."""
-    if isinstance(logged, list | tuple) and isinstance(rebuilt, list | tuple):
-        logged, rebuilt = dict(enumerate(logged)), dict(enumerate(rebuilt))
-    if not (isinstance(logged, dict) and isinstance(rebuilt, dict)):
-        if logged != rebuilt:
-            yield path, logged, rebuilt
-        return
-    for key in {**logged, **rebuilt}:
-        was, now = logged.get(key, NOTHING), rebuilt.get(key, NOTHING)
-        yield from _differences(was, now, (*path, key))
+    for answer, made in own:
+        segment = None if answer.segment is None else asdict(answer.segment)
+        place = None if made.target is None else asdict(next(places))
+        yield Values(segment, place, answer.rank, answer)

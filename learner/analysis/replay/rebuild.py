@@ -179,6 +179,8 @@ class RebuiltSegment:
         return self.length
 
 
+# (logged, rebuilt) for each answer of a process.
+Rebuilt = Sequence[tuple[StepAnswer, AssessedRollout]]
 RebuiltPacks = StepPacker[RebuiltSegment, list[RebuiltSegment]]
 
 
@@ -189,14 +191,13 @@ class Rebuilder:
     config: Config
     tokenizer: Tokenizer
 
-    def assessed(self, answers: Sequence[StepAnswer]) -> list[AssessedRollout]:
+    def rebuild(self, answers: Sequence[StepAnswer]) -> Rebuilt:
         """Parse and match the answers of a process, build targets, and compute group rewards."""
         assessed = [self._assessed(answer) for answer in answers]
-        groups = self.config.group_relative
-        if groups is None:
-            return assessed
-        resolution = self.config.rollout_matching.matching.maskiou_resolution
-        return with_rewards(assessed, groups, resolution)
+        if (groups := self.config.group_relative) is not None:
+            resolution = self.config.rollout_matching.matching.maskiou_resolution
+            assessed = with_rewards(assessed, groups, resolution)
+        return list(zip(answers, assessed, strict=True))
 
     def _assessed(self, answer: StepAnswer) -> AssessedRollout:
         config, matching = self.config, self.config.rollout_matching.matching
@@ -221,26 +222,23 @@ class Rebuilder:
             whole=config.whole_answers,
         )
 
-    def packed(
-        self, answers: Sequence[StepAnswer], assessed: Sequence[AssessedRollout]
-    ) -> tuple[RebuiltPacks, Payload]:
+    def packed(self, own: Rebuilt) -> tuple[RebuiltPacks, Payload]:
         """Return the packs and the counts of one process.
 
         Raises ContractError if the answers cannot be packed.
         """
         config = self.config
         packing: RebuiltPacks = StepPacker(config.training, config.global_max_length, list)
-        pairs = zip(answers, assessed, strict=True)
         rounds = [
-            (own[0][0].weights_version[0], [s for _, each in own if (s := segment_of(each))])
-            for _, group in groupby(pairs, lambda pair: pair[0].chunk)
-            if (own := list(group))
+            (of[0][0].weights_version[0], [s for _, each in of if (s := segment_of(each))])
+            for _, chunk in groupby(own, lambda pair: pair[0].chunk)
+            if (of := list(chunk))
         ]
         if config.rollout_matching.async_rollout.enabled:  # an empty part ends a batch
             rounds.append((rounds[-1][0], []))
         for number, (version, segments) in enumerate(rounds, start=1):
             packing.chunk(segments, last=number == len(rounds), version=version)
-        payload = rollout_payload(assessed)
+        payload = rollout_payload([assessed for _, assessed in own])
         payload.merge(packing.payload())
         return packing, payload
 

@@ -48,10 +48,7 @@ def replay_step(step: LoggedStep, detailed: Sequence[StepAnswer], rebuilder: Reb
     for answer in detailed:
         tables += _details(answer, replayed.assessed(answer), rebuilder.tokenizer)
     rows = [
-        [stage, str(result.compared), str(len(result.differences))]
-        if (result := replayed.stages.get(stage))
-        else [stage, "not compared", ""]
-        for stage in STAGES
+        [stage, *map(str, replayed.stages.get(stage, ("not compared", "")))] for stage in STAGES
     ]
     answers, processes = counted(len(step.answers), "answer"), counted(len(step.ranks), "process")
     title = f"Step {step.step}: {answers}, {processes}"
@@ -208,7 +205,7 @@ def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterato
 
 def _difference(difference: Difference) -> Table:
     """Return a table of the first difference, with both values."""
-    logged, rebuilt, _, answer = difference.values
+    logged, rebuilt, _, answer, _ = difference.values
     rows = [("field", difference.field)] + [
         (name, "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False))
         for name, value in (("logged", logged), ("rebuilt", rebuilt))
