@@ -1,12 +1,12 @@
-"""The text of an answer: its tokens up to where it ends, and the places of its coordinates."""
+"""The text of an answer: its tokens up to where it ends, its coordinates and its entries."""
 
 import operator
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, SupportsIndex
 
-from learner.stages.formats.json_scanner import WHITE_SPACE
 from learner.stages.tokens import (
     HALF_CHARACTER,
     CoordVocab,
@@ -18,6 +18,11 @@ from learner.stages.tokens import (
     token_table,
 )
 from learner.types import AnswerFault
+
+WHITE_SPACE = " \t\n\r"
+
+# Place of what has not come yet.
+NOWHERE = -1
 
 
 class Answer(NamedTuple):
@@ -39,7 +44,12 @@ class Answer(NamedTuple):
         return range(bisect_left(self.coord_starts, start), bisect_left(self.coord_starts, end))
 
     def ids_up_to(self, place: int) -> list[int] | None:
-        """Return ids that spell the text up to the character at `place`; None if no ids do."""
+        """Return ids that spell the text up to the character at `place`; None if no ids do.
+
+        place: -1 is before the first character.
+        """
+        if place < 0:
+            return []
         token = self.tokens.token_at(place)
         leading = self.tokens.text[self.tokens.start_of(token) : place + 1]
         if leading == self.tokens.pieces[token]:
@@ -83,6 +93,51 @@ class Answer(NamedTuple):
     def is_followed_by_eos(self, token_ids: Sequence[int]) -> bool:
         """Return whether the EOS follows the answer in `token_ids`."""
         return list(token_ids[len(self.ids) : len(self.ids) + 1]) == [self.vocab.end_id]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One entry of an answer; places are offsets into its text.
+
+    start, end: its first and its last character. In an object of objects it starts with the opening
+        quote of its key, in a list with its value.
+    has_shape: the value is `{...}`, or the line has a coordinate; an answer can be cut behind it.
+
+    Of formats in JSON alone:
+
+    key: as written between its quotes, "" where there is none.
+    value_start: the opening brace of a value that is an object, else `NOWHERE`.
+    well_led: exactly one comma (none for the first entry), and in an object a key and a colon,
+        came before the value.
+    strings, nested: of a well-led object only: [start, end) of each string in it with its
+        quotes, and whether braces open inside it or brackets more than `MAX_BRACKETS` deep.
+    """
+
+    start: int = NOWHERE
+    end: int = NOWHERE
+    has_shape: bool = False
+    key: str = ""
+    value_start: int = NOWHERE
+    well_led: bool = True
+    strings: list[tuple[int, int]] = field(default_factory=list)
+    nested: bool = False
+
+
+@dataclass
+class Scan:
+    """The entries of an answer, as its format finds them.
+
+    open_at, close_at: the characters that open and close the answer, None until they come; an
+        answer that needs no opening has it at -1.
+    entries: those that have ended, in order. unfinished: the one in which the answer ended.
+    unpaired: an object stands in brackets, or a bracket between objects closes none.
+    """
+
+    open_at: int | None = None
+    close_at: int | None = None
+    entries: list[Entry] = field(default_factory=list)
+    unfinished: Entry | None = None
+    unpaired: bool = False
 
 
 def read_answer(token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer) -> Answer:

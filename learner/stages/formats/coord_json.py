@@ -29,10 +29,16 @@ import re
 from collections.abc import Collection, Sequence
 
 from learner.stages.formats import object_key
+from learner.stages.formats.answer_text import WHITE_SPACE, Entry, Scan
 from learner.stages.formats.json_objects import JsonFormat, object_text, other_container
-from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, Scanner
 from learner.stages.tokens import Edit
-from learner.types import AnswerFault, FieldOrder, GroundTruthObject, ParsedRollout
+from learner.types import (
+    AnswerFault,
+    FieldOrder,
+    GroundTruthObject,
+    ParsedObject,
+    ParsedRollout,
+)
 from shared_contracts.errors import ContractError
 
 # Python turns this many digits into a number and back whatever its settings.
@@ -45,7 +51,7 @@ _COUNTED_KEY = re.compile(rf'"object_([0-9]{{1,{MAX_DIGITS - 1}}})"[{WHITE_SPACE
 class CoordJson(JsonFormat):
     """The format, as `learner.stages.formats` describes it."""
 
-    scanner = Scanner
+    is_list = False
     opening = "{"
 
     def name(self, entry: Entry, number: int) -> tuple[str, int | None]:
@@ -59,15 +65,15 @@ class CoordJson(JsonFormat):
         numbers += [name[1] for name in names if name is not None and len(name[1]) < MAX_DIGITS]
         return max(map(int, numbers), default=0)
 
-    def fault(self, scan: Scanner, text: str) -> AnswerFault | None:
+    def fault(self, scan: Scan, text: str, objects: Sequence[ParsedObject]) -> AnswerFault | None:
         keys = [entry.key for entry in scan.entries]
         if scan.unfinished is not None:
             keys.append(scan.unfinished.key)
         if keys and not any(map(_OBJECT_KEY.fullmatch, keys)):
             return other_container(text)
-        return super().fault(scan, text)
+        return super().fault(scan, text, objects)
 
-    def removals(self, scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
+    def removals(self, scan: Scan, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
         """The valid entries behind a gap are numbered anew, too."""
         edits = super().removals(scan, prefix, kept)
         largest = 0  # number of the entries kept so far
@@ -80,9 +86,6 @@ class CoordJson(JsonFormat):
                 edits.append(Edit(name, name + len(entry.key), object_key(number)))
             largest = max(largest, number)
         return sorted(edits)
-
-    def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
-        return "{" + self.append("{", objects, 1, field_order)
 
     def append(
         self,

@@ -1,10 +1,9 @@
-r"""Scanner over the text of an answer: where its entries begin and end.
+r"""Scanner over the text of an answer in JSON: where its entries begin and end.
 
-An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}` (`Scanner`), or the list in
-one, `{"objects": [{...}, {...}]}` (`ListScanner`). A scanner reads its text once and keeps the
-place of everything it finds, as an offset into that text (`learner.stages.tokens.TokenText` knows
-the token of each offset). It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a
-colon, or a run of anything else; what an entry holds is for the format to judge.
+An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}`, or the list in one,
+`{"objects": [{...}, {...}]}`. `scan_json` reads its text once and keeps the place of everything it
+finds. It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a colon, or a run of
+anything else; what an entry holds is for the format to judge.
 
     {"object_1": {"desc": "cat", ...}, "object_2": {...}}
     ^            ^                  ^                   ^
@@ -17,20 +16,18 @@ so the comma, the key and any garbage between two values belong to the later one
                 ^^                   ^       ^
           open_at value_start        end     close_at
 
-The entries of a list have no key, and begin with their value.
+The entries of a list have no key, and begin with their value. Something else than the outermost
+brace behind the list, or a brace in place of the bracket that ends it, is `unpaired` and an
+unfinished entry. Nothing is read behind it.
 """
 
 import re
-from dataclasses import dataclass, field
 from enum import Enum, auto
 
-WHITE_SPACE = " \t\n\r"
+from learner.stages.formats.answer_text import NOWHERE, WHITE_SPACE, Entry, Scan
 
 # An object holds one array; far more brackets than that need not be read.
 MAX_BRACKETS = 16
-
-# Place of what has not come yet.
-NOWHERE = -1
 
 # All repeats are possessive, so no lexeme is read twice. Group 1 is the closing quote: a
 # string without an end reaches to the end of the text, or to a last backslash.
@@ -43,33 +40,8 @@ _BETWEEN_OBJECTS = re.compile(rf'{_STRING}|[{{}}\[\],:]|[^"{{}}\[\],:{WHITE_SPAC
 _IN_OBJECT = re.compile(rf"{_STRING}|[{{}}\[\]]", re.DOTALL)
 
 
-@dataclass(slots=True)
-class Entry:
-    """One entry of the outermost object or list; places are offsets into the text.
-
-    key: as written between its quotes, "" where there is none.
-    start: the opening quote of the key, or the first character of a value without one.
-    value_start: the opening brace of a value that is an object, else `NOWHERE`.
-    end: last character of the value, or of what stands in its place before the comma.
-    is_object: the value is `{...}`.
-    well_led: exactly one comma (none for the first entry), and in an object a key and a colon,
-        came before the value.
-    strings, nested: of a well-led object only: [start, end) of each string in it with its
-        quotes, and whether braces open inside it or brackets more than `MAX_BRACKETS` deep.
-    """
-
-    key: str = ""
-    start: int = NOWHERE
-    value_start: int = NOWHERE
-    end: int = NOWHERE
-    is_object: bool = False
-    well_led: bool = True
-    strings: list[tuple[int, int]] = field(default_factory=list)
-    nested: bool = False
-
-
 class _Next(Enum):
-    """What the outermost object expects next."""
+    """What the outermost object or list expects next."""
 
     COMMA = auto()
     KEY = auto()
@@ -78,52 +50,36 @@ class _Next(Enum):
     REST_OF_VALUE = auto()
 
 
-class Scanner:
-    """Reads the text of an answer; see the module's docstring.
+def scan_json(text: str, *, is_list: bool) -> Scan:
+    """Find the entries of an answer; `open_at` is None if it does not begin like one.
 
-    open_at, close_at: the outermost braces, None until they come.
-    entries: those that have ended, in order.
-    unpaired: an object stands in brackets, or a bracket between objects closes none.
+    is_list: the entries are the items of `{"objects": [...]}`, not the values of an object.
     """
+    return _Scanner(text, is_list).scan()
 
-    _head = _FIRST_BRACE
-    _first = _Next.KEY
 
-    def __init__(self, text: str) -> None:
-        self.open_at: int | None = None
-        self.close_at: int | None = None
-        self.entries: list[Entry] = []
-        self.unpaired = False
+class _Scanner:
+    def __init__(self, text: str, is_list: bool) -> None:
         self._text = text
+        self._is_list = is_list
+        self._first = _Next.VALUE if is_list else _Next.KEY
+        self._found = Scan()
         self._brackets = 0  # open ones between objects
         self._next = self._first
         self._draft = Entry()
         self._stopped = False
 
-    @property
-    def text_behind(self) -> bool:
-        """Whether more than white space stands behind the closed object."""
-        behind = "" if self.close_at is None else self._text[self.close_at + 1 :]
-        return bool(behind.strip(WHITE_SPACE))
-
-    @property
-    def unfinished(self) -> Entry | None:
-        """The entry in which the answer ended, None where there is none."""
-        return None if self._draft.start == NOWHERE else self._draft
-
-    def scan(self) -> "Scanner":
-        """Read the text up to the end of the outermost object."""
-        opening = self._head.match(self._text)
+    def scan(self) -> Scan:
+        opening = (_LIST_HEAD if self._is_list else _FIRST_BRACE).match(self._text)
         if opening is None:
-            return self
+            return self._found
         position = opening.end()
-        self.open_at = position - 1
-        while not self._stopped:
-            lexeme = _BETWEEN_OBJECTS.search(self._text, position)
-            if lexeme is None:
-                break
+        self._found.open_at = position - 1
+        while not self._stopped and (lexeme := _BETWEEN_OBJECTS.search(self._text, position)):
             position = self._read_between_objects(lexeme)
-        return self
+        if self._draft.start != NOWHERE:
+            self._found.unfinished = self._draft
+        return self._found
 
     def _read_between_objects(self, lexeme: re.Match[str]) -> int:
         """Read one lexeme, or a whole object; the place of the next one."""
@@ -136,8 +92,8 @@ class Scanner:
                 self._end_outer_string(start, end)
         elif char == "{":
             return self._read_object(start)
-        elif self._closes(char, start):
-            self._stopped = True
+        elif char == "}" or (char == "]" and self._is_list and self._brackets == 0):
+            self._close(char, start)
         elif char == "," and self._brackets == 0:
             self._read_comma()
         elif char == ":" and self._next is _Next.COLON:
@@ -145,21 +101,27 @@ class Scanner:
             self._next = _Next.VALUE
         else:
             if char in "[]":
-                self.unpaired |= char == "]" and self._brackets == 0
+                self._found.unpaired |= char == "]" and self._brackets == 0
                 self._brackets = max(self._brackets + (1 if char == "[" else -1), 0)
             self._take_plain_value(start, end)
         return end
 
-    def _closes(self, char: str, place: int) -> bool:
-        """Whether the reading stops at this lexeme."""
-        if char == "}":
-            self.close_at = place
-        return char == "}"
+    def _close(self, char: str, place: int) -> None:
+        """Stop at the brace or bracket that closes the answer, or stands where one closes it."""
+        self._stopped = True
+        ending = _LIST_END.match(self._text, place)  # of a bracket
+        if not self._is_list:
+            self._found.close_at = place
+        elif ending is not None and ending[1]:
+            self._found.close_at = ending.start(1)
+        elif ending is None or ending[2]:
+            self._found.unpaired = True
+            self._draft.start = place
 
     def _read_object(self, start: int) -> int:
         """Read an object, of an entry or inside of brackets; the place after it."""
         draft = self._draft
-        self.unpaired |= self._brackets > 0
+        self._found.unpaired |= self._brackets > 0
         if self._brackets == 0:
             draft.well_led &= self._next is _Next.VALUE
             draft.value_start = start
@@ -190,14 +152,14 @@ class Scanner:
 
     def _close_object(self, end: int) -> int:
         if self._brackets == 0:
-            self._draft.is_object = True
+            self._draft.has_shape = True
             self._end_entry(end)
             self._next = _Next.COMMA
         return end + 1
 
     def _end_outer_string(self, start: int, end: int) -> None:
         """A string between objects ended: a key, or a value that is no object."""
-        if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
+        if self._is_list or self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
             self._take_plain_value(start, end)
             return
         self._draft.well_led &= self._next is _Next.KEY
@@ -208,6 +170,8 @@ class Scanner:
 
     def _take_plain_value(self, start: int, end: int) -> None:
         """A part of a value that is no object, or garbage where no value can be."""
+        if self._next is _Next.VALUE and self._draft.start == NOWHERE:
+            self._draft.start = start
         self._draft.end = end - 1
         if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
             self._next = _Next.REST_OF_VALUE
@@ -223,41 +187,5 @@ class Scanner:
 
     def _end_entry(self, end: int) -> None:
         self._draft.end = end
-        self.entries.append(self._draft)
+        self._found.entries.append(self._draft)
         self._draft = Entry()
-
-
-class ListScanner(Scanner):
-    """Reads an answer whose entries are the items of `{"objects": [...]}`.
-
-    open_at: the opening bracket; None where the text does not begin like that.
-    close_at: the outermost closing brace, right behind the list.
-
-    Something else behind the list, or a brace in place of the bracket that ends it, is
-    `unpaired` and an unfinished entry. Nothing is read behind it.
-    """
-
-    _head = _LIST_HEAD
-    _first = _Next.VALUE
-
-    def _closes(self, char: str, place: int) -> bool:
-        if char == "]" and self._brackets == 0:
-            ending = _LIST_END.match(self._text, place)
-            assert ending is not None, "it begins with this bracket"
-            if ending[1]:
-                self.close_at = ending.start(1)
-            return self._ends_wrongly(place) if ending[2] else True
-        return char == "}" and self._ends_wrongly(place)
-
-    def _ends_wrongly(self, place: int) -> bool:
-        self.unpaired = True
-        self._draft.start = place
-        return True
-
-    def _end_outer_string(self, start: int, end: int) -> None:
-        self._take_plain_value(start, end)
-
-    def _take_plain_value(self, start: int, end: int) -> None:
-        if self._next is _Next.VALUE and self._draft.start == NOWHERE:
-            self._draft.start = start
-        super()._take_plain_value(start, end)

@@ -21,10 +21,9 @@ brace where the list is still open.
 import re
 from collections.abc import Sequence
 
-from learner.stages.formats import object_key
+from learner.stages.formats.answer_text import WHITE_SPACE, Scan
 from learner.stages.formats.json_objects import JsonFormat, object_text
-from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, ListScanner, Scanner
-from learner.types import AnswerFault, FieldOrder, GroundTruthObject
+from learner.types import AnswerFault, FieldOrder, GroundTruthObject, ParsedObject
 from shared_contracts.errors import ContractError
 
 HEAD, CLOSING = '{"objects":[', "]}"
@@ -35,25 +34,16 @@ _NO_LIST = re.compile(r'\s*\{\s*"objects"\s*:')
 class ObjectsArray(JsonFormat):
     """The format, as `learner.stages.formats` describes it."""
 
-    scanner = ListScanner
+    is_list = True
     opening = HEAD
 
-    def name(self, entry: Entry, number: int) -> tuple[str, int | None]:
-        return object_key(number), number
-
-    def largest_index(self, prefix_text: str, entries: Sequence[Entry]) -> int:
-        return sum(entry.end < len(prefix_text) for entry in entries)
-
-    def fault(self, scan: Scanner, text: str) -> AnswerFault | None:
+    def fault(self, scan: Scan, text: str, objects: Sequence[ParsedObject]) -> AnswerFault | None:
         """A text that ends within the head is none of another format."""
         if scan.open_at is None and HEAD.startswith("".join(text.split())):
             return None
         if scan.open_at is None and _NO_LIST.match(text):
             return "wrong_container"
-        return super().fault(scan, text)
-
-    def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
-        return HEAD + self.append(HEAD, objects, 1, field_order)
+        return super().fault(scan, text, objects)
 
     def append(
         self,
