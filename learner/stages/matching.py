@@ -23,7 +23,7 @@ neither shape is drawn.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,34 +36,21 @@ from learner.types import (
     NEG_CATEGORIES,
     NOT_EXHAUSTIVE_CATEGORIES,
     GeometryKind,
+    GroundTruthObject,
     MatchResult,
-    Shape,
+    ParsedObject,
     normalized,
 )
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
-IndexArray = npt.NDArray[np.intp]
 PlainShape = tuple[GeometryKind, Sequence[int]]
+Described = ParsedObject | GroundTruthObject
+AnyShape = PlainShape | Described
 
 MAX_RESOLUTION = 4096
 # IoUs of a hit over which F1@mIoU is the mean (RES-20).
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-
-
-class Described(Protocol):
-    """An object with a description."""
-
-    @property
-    def desc(self) -> str: ...
-
-
-class HasShape(Protocol):
-    """A predicted or annotated object."""
-
-    @property
-    def shape(self) -> Shape:
-        """Its geometry in norm1000 space."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +73,6 @@ class Shapes:
         ends = np.clip(ends, 0, COORD_BINS - 1)
         boxes = np.concatenate([ends.min(axis=1), ends.max(axis=1)], axis=1)
         return cls(shapes, boxes, np.array([kind == "poly" for kind, _ in shapes], np.bool_))
-
-
-AnyShape = Shape | PlainShape | HasShape
 
 
 def match_objects(
@@ -222,12 +206,17 @@ def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> Float
     """Return the IoU (N, M) of the masks of `a` and `b`; NaN where `wanted` (N, M) is false."""
     scale = _scale(resolution)
     edges_a, edges_b = np.rint(a.boxes * scale), np.rint(b.boxes * scale)
-    rows, columns = np.nonzero(wanted)
-    found = box_iou(edges_a[rows], edges_b[columns])
-    iou = np.full(wanted.shape, np.nan)
-    iou[rows, columns] = found
-    unknown = (a.are_polygons[rows] | b.are_polygons[columns]) & (found > 0)
-    _draw(a.shapes, b.shapes, (rows[unknown], columns[unknown]), resolution, iou)
+    iou = np.where(wanted, box_iou(edges_a[:, None], edges_b), np.nan)
+    unknown = (a.are_polygons[:, None] | b.are_polygons) & (iou > 0)
+    rows, columns = np.flatnonzero(unknown.any(axis=1)), np.flatnonzero(unknown.any(axis=0))
+    if len(rows):
+        masks = (
+            _rasterize([a.shapes[i] for i in rows], resolution),
+            _rasterize([b.shapes[j] for j in columns], resolution),
+        )
+        drawn = np.full(iou.shape, np.nan)
+        drawn[np.ix_(rows, columns)] = coco_mask.iou(*masks, [0] * len(columns))
+        iou[unknown] = drawn[unknown]
     return iou
 
 
@@ -261,27 +250,6 @@ def box_iou(a: FloatArray, b: FloatArray) -> FloatArray:
     inter = np.maximum(width, 0) * np.maximum(height, 0)
     iou: FloatArray = inter / np.maximum(_area(a) + _area(b) - inter, 1)
     return iou
-
-
-def _draw(
-    a: Sequence[PlainShape],
-    b: Sequence[PlainShape],
-    pairs: tuple[IndexArray, IndexArray],
-    resolution: int,
-    iou: FloatArray,
-) -> None:
-    """Set `iou` (N, M) of the pairs; each shape is drawn once."""
-    rows, columns = pairs
-    if not len(rows):
-        return
-    drawn, places = np.unique(columns, return_inverse=True)
-    masks = _rasterize([b[j] for j in drawn.tolist()], resolution)
-    drawn_rows, starts = np.unique(rows, return_index=True)  # ascending, as `rows` is
-    row_masks = _rasterize([a[i] for i in drawn_rows.tolist()], resolution)
-    partners = np.split(places, starts[1:])
-    for i, mask, others in zip(drawn_rows.tolist(), row_masks, partners, strict=True):
-        found = coco_mask.iou([mask], [masks[j] for j in others.tolist()], [0] * len(others))
-        iou[i, drawn[others]] = found
 
 
 def _rasterize(shapes: Sequence[PlainShape], resolution: int) -> list[Any]:

@@ -158,7 +158,7 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
     predictions, truths = answer.parse.objects, answer.ground_truth
     pairs, ious = answer.match.pairs, answer.match.ious
     if ious is None:
-        ious = [mask_iou(predictions[p], truths[g], resolution) for p, g in pairs]
+        ious = [mask_iou(predictions[p].shape, truths[g].shape, resolution) for p, g in pairs]
     overlaps = [(p, g, round(iou, 4)) for (p, g), iou in zip(pairs, ious, strict=True)]
     of_prediction = {p: (len(predictions) + g, iou) for p, g, iou in overlaps}
     of_truth = {g: (p, iou) for p, g, iou in overlaps}
