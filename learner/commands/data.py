@@ -261,11 +261,10 @@ def _data_files(
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
     """Return `lengths_of_run`; without a tokenizer, print a note and return None."""
+    from learner.data.checkpoint import TOKENIZER, Checkpoint
     from learner.training.checkpoint_checks import lengths_of_run
-    from shared_contracts.adapters import folder_with
 
-    folder = folder_with(config.model.model, "tokenizer.json", "model.model")
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = Checkpoint(config.model.model).processor / TOKENIZER
     if tokenizer.is_file():
         return lengths_of_run(config)
     typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from learner.data.checkpoint import ImageRule
 from learner.data.images import (
     ImageInfo,
     ImageResult,
@@ -31,7 +32,6 @@ from learner.data.images import (
     inspect_header,
     try_inspect,
 )
-from learner.data.lengths import ImageRule
 from learner.runs.atomic_files import append_line
 from learner.types import Sample
 from shared_contracts.errors import ContractError

@@ -28,6 +28,7 @@ from transformers import (
 
 from learner.config.registry import model_family
 from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
+from learner.data.checkpoint import Checkpoint
 from learner.models.attention import attention_of
 from learner.models.coord_tokens import untrained, vocab_modules
 from learner.models.families import Family, Multimodal, family_of
@@ -39,7 +40,6 @@ from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
 from learner.runs.console import counted
 from learner.stages.tokens import CoordVocab, Tokenizer
-from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
 
 _WHOLE = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
@@ -68,7 +68,7 @@ def on_meta(config: Config) -> PreTrainedModel:
 
     Raises ContractError for a config of an unknown model, and as `check_parts` does.
     """
-    *_, folder = checkpoint_chain(config.model.model, "model.model")
+    folder = Checkpoint(config.model.model).base
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model_family(described.model_type)
@@ -120,7 +120,7 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
 
     The error, about `where`, has every kind of fault and the first names of each.
     """
-    *adapters, folder = checkpoint_chain(checkpoint, where)
+    *adapters, folder = Checkpoint(checkpoint, where).chain
     with loading(where, str(folder), _WHOLE):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
@@ -171,7 +171,7 @@ def read_model(
     Raises ContractError as `check_parameters` does, before weights are read.
     """
     check_parameters(folder)
-    *adapters, base = checkpoint_chain(folder, "model.model")
+    *adapters, base = Checkpoint(folder).chain
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
         base, dtype=dtype, attn_implementation=attention_of(attention)
     )
@@ -212,7 +212,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
 
 def read_processor(folder: Path) -> ProcessorMixin:
     """Load the processor of a checkpoint, of an adapter, or of the adapter's base."""
-    place = folder_with(folder, "tokenizer.json", "model.model")
+    place = Checkpoint(folder).processor
     processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     if processor.chat_template is None:  # only tokenizer_config.json has it
         processor.chat_template = processor.tokenizer.chat_template

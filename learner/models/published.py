@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.data.lengths import read_json
+from learner.data.checkpoint import read_json
 
 _PROCESSORS = {
     "image_processor": "preprocessor_config.json",

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.schema import Config, FullTuner
+from learner.data.checkpoint import Checkpoint
 from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
 from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, checkpoints_in, read_checkpoint
 from learner.runs.run_folder import EVALUATIONS, RUN
-from learner.training.checkpoint_checks import check_checkpoint, check_taught_format
+from learner.training.checkpoint_checks import check_taught_format
 from learner.training.input_checks import (
     check_backend,
     check_launcher,
@@ -71,7 +72,9 @@ def plan_evaluation(
         )
     scored = checkpoint.absolute() if checkpoint else config.model.model
     where = "model.model" if checkpoint is None else "--checkpoint"
-    _check_weights(scored, where)
+    require_whole(scored, where)
+    Checkpoint(scored, where).require_vocabulary()
+    weight_files(scored, where)
     check_taught_format(scored, config.custom.answer_format, where)
     evaluated = _to_score(config, scored)
     if (file := data.absolute() if data else config.data.val_jsonl) is None:
@@ -113,16 +116,6 @@ def require_whole(folder: Path, where: str) -> None:
             read_checkpoint(folder)
         except BrokenCheckpoint as error:
             raise ContractError(where, f"is not whole: {error}", "Name another one") from error
-
-
-def _check_weights(folder: Path, where: str) -> None:
-    """Raise ContractError unless a model can be loaded from the folder."""
-    require_whole(folder, where)
-    try:
-        check_checkpoint(folder)
-    except ContractError as error:
-        raise ContractError(where, error.found, error.do) from error
-    weight_files(folder, where)
 
 
 def evaluation_folder(run: Path, checkpoint: Path, data: Path) -> Path:

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
 from learner.config.yaml12 import read_mapping
-from learner.data.lengths import read_tokenizer
+from learner.data.checkpoint import Checkpoint
 from learner.models.families import family_of, vision_inputs
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
@@ -109,7 +109,7 @@ def _first_model(checkpoint: Path) -> Path:
         before = Path(read_mapping(config)["model"]["model"])
         if before.parent == folder.parent or not (before / "tokenizer.json").is_file():
             break
-        if read_tokenizer(before / "tokenizer.json").get_vocab() != vocabulary:
+        if Checkpoint(before).tokenizer.get_vocab() != vocabulary:
             break
         folder = before
     return folder

@@ -30,12 +30,12 @@ from learner.config.json_schema import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
+from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.data.conversion import convert, write_records
 from learner.data.detection import detect_format
 from learner.data.files import capped
 from learner.data.formats import read_other
 from learner.data.jsonl import read_samples
-from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, print_tables, show_conversion, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
@@ -45,8 +45,7 @@ from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.estimate.step import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
-from learner.stages.coords import coord_token
-from learner.training.checkpoint_checks import check_checkpoint, lengths_of_run
+from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
 from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
@@ -191,16 +190,17 @@ def _has_coordinate_tokens(model: Path) -> bool:
     Raises ContractError at --model for a folder that is no checkpoint of a known family.
     """
     try:
+        checkpoint = Checkpoint(model, "--model")
         if not model.is_dir() or (model / ADAPTER).is_file():
-            check_checkpoint(model)
+            checkpoint.require_vocabulary()
             return True
-        if not (model / "config.json").is_file() or not (model / "tokenizer.json").is_file():
-            check_checkpoint(model)
-        checkpoint_family(model)
+        if not (model / "config.json").is_file() or not (model / TOKENIZER).is_file():
+            checkpoint.require_vocabulary()
+        _ = checkpoint.family
         weight_files(model, "--model")
-        if read_tokenizer(model / "tokenizer.json").token_to_id(coord_token(0)) is None:
+        if checkpoint.coordinate_ids[0] is None:
             return False
-        check_checkpoint(model)
+        checkpoint.require_vocabulary()
     except ContractError as error:
         raise ContractError("--model", error.found, error.do) from error
     return True

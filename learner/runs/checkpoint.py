@@ -66,7 +66,7 @@ class CheckpointManifest(StrictModel):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     path: Path
     manifest: CheckpointManifest
 
@@ -173,7 +173,7 @@ def step_of(checkpoint: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:
+def newest_whole(folder: Path) -> tuple[SavedCheckpoint | None, list[BrokenCheckpoint]]:
     """Return the newest complete checkpoint of a run folder, and the errors of newer ones."""
     broken: list[BrokenCheckpoint] = []
     for path in checkpoints_in(folder):
@@ -184,7 +184,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[BrokenCheckpoint
     return None, broken
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> SavedCheckpoint:
     """Check a folder against its manifest; raises BrokenCheckpoint."""
     try:
         manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
@@ -198,10 +198,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise BrokenCheckpoint(f"{path} has lost {name}")
         if found[name] != size:
             raise BrokenCheckpoint(f"{path / name} has {found[name]} bytes of {size}")
-    return Checkpoint(path, manifest)
+    return SavedCheckpoint(path, manifest)
 
 
-def set_broken_aside(folder: Path, start: Checkpoint) -> None:
+def set_broken_aside(folder: Path, start: SavedCheckpoint) -> None:
     """Rename the checkpoints that are newer than `start`, so that nothing reads them."""
     for path in checkpoints_in(folder):
         if path == start.path:

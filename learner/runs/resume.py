@@ -24,14 +24,14 @@ from learner.config.schema import Config, LoraTuner
 from learner.config.yaml12 import read_mapping
 from learner.runs.atomic_files import require_folder
 from learner.runs.checkpoint import (
-    Checkpoint,
+    SavedCheckpoint,
     checkpoints_in,
     clear_unfinished,
     newest_whole,
     set_broken_aside,
 )
 from learner.runs.rollout_log import ROLLOUTS, logged_in
-from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RUN, RunFolder, is_alive
+from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RunFolder, lock_folder
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.strict_model import FREE_ON_RESUME
 
@@ -45,7 +45,7 @@ class Start:
     notes: messages for the terminal.
     """
 
-    checkpoint: Checkpoint | None = None
+    checkpoint: SavedCheckpoint | None = None
     goes_on: bool = False
     notes: tuple[str, ...] = ()
 
@@ -88,12 +88,14 @@ BEGINNING = Start()
 def find_start(config: Config, processes: int) -> Start:
     """Return where a run of `processes` processes starts, by `training.resume`.
 
-    Raises ContractError if the folder has another run, if a process writes in it, or if this
+    Raises ContractError if the folder has another run, if a run writes it, or if this
     config cannot resume its run.
     """
     folder = config.training.output_dir
     require_run_folder(config)
-    _require_no_writer(folder)
+    if folder.is_dir():
+        with lock_folder(folder, shared=True):
+            pass
     if config.training.resume == "never":
         if (folder / METRICS).exists() or checkpoints_in(folder):
             raise ContractError(
@@ -161,25 +163,7 @@ def data_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _require_no_writer(folder: Path) -> None:
-    """Raise ContractError if another process of this machine writes the folder."""
-    try:
-        identity = json.loads((folder / RUN).read_text(encoding="utf-8"))["process"]
-        pid, since, alive = identity["pid"], identity["started"], is_alive(identity)
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    file = folder / METRICS
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    ended = bool(lines) and b'"train_runtime"' in lines[-1]  # the last line of a run
-    if alive and pid != os.getpid() and not ended:
-        raise ContractError(
-            "training.output_dir",
-            f"process {pid} writes {folder}, since {since}",
-            "Wait for that run or stop it; or name another folder",
-        )
-
-
-def _require_states(checkpoint: Checkpoint, processes: int) -> None:
+def _require_states(checkpoint: SavedCheckpoint, processes: int) -> None:
     """Raise ContractError if the checkpoint has states of another number of processes."""
     made = checkpoint.manifest.processes
     if made != processes and any(checkpoint.manifest.states):
@@ -201,7 +185,7 @@ def _require_same_config(config: Config, folder: Path) -> None:
         raise ContractErrors(errors)
 
 
-def _require_same_run(config: Config, checkpoint: Checkpoint) -> None:
+def _require_same_run(config: Config, checkpoint: SavedCheckpoint) -> None:
     _require_same_config(config, checkpoint.path.parent)
     digest = data_digest(config.data.train_jsonl)
     if digest != checkpoint.manifest.data_sha256:

@@ -1,22 +1,22 @@
-"""The files of a run folder: their names, their readers, and the process that writes them.
+"""The files of a run folder: their names, their readers, and the lock of the run that writes them.
 
     RunFolder.open(path)     raises for a folder that is no run folder
     .metrics()               the lines of metrics.jsonl
     .calls()                 the lines of rollout_calls*.jsonl
     .answers(step)           the lines of rollouts/step_N*.jsonl
-    identity_of_this_process(), is_alive()    the process in run.json
+    lock_folder()            held by the run that writes the folder
 
 The folder of a running run can be read: an incomplete last line is ignored. Imports no torch.
 """
 
+import fcntl
 import json
 import math
 import os
 import re
-import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -167,49 +167,27 @@ def _unreadable(where: str, error: ValueError) -> ContractError:
     return ContractError(where, f"is no JSON ({error})", "Name the folder of a whole run")
 
 
-_PROC = Path("/proc")
+@contextmanager
+def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a run folder, which ends with this process: one run writes the folder.
 
+    shared: only look; several processes may do so at once.
 
-def identity_of_this_process() -> dict[str, Any]:
-    """Return host, pid and start of this process, and the namespace of the pid."""
-    return {
-        "host": socket.gethostname(),
-        **_pid_space(),
-        "pid": os.getpid(),
-        "start_ticks": _start_ticks(os.getpid()),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def is_alive(identity: dict[str, Any]) -> bool:
-    """Return whether a process runs; false for one of another container or another boot."""
-    here = _pid_space()
-    same_space = bool(here) and here.items() <= identity.items()
-    return same_space and _start_ticks(identity["pid"]) == identity["start_ticks"]
-
-
-def _pid_space() -> dict[str, str]:
-    """Return the pid namespace and the boot of the machine; empty if /proc lacks them.
-
-    The number of the namespace alone is not unique: machines share it.
+    Raises ContractError if a run writes the folder. File systems without locks are not protected.
     """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return {
-            "boot_id": (_PROC / "sys/kernel/random/boot_id").read_text().strip(),
-            "pid_namespace": str((_PROC / "self/ns/pid").readlink()),
-        }
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ContractError(
+            "training.output_dir",
+            f"a run writes {folder} now; {RUN} names its process",
+            "Wait for that run or stop it; or name another folder",
+        ) from error
     except OSError:
-        return {}
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks since the boot; None for none or a zombie.
-
-    It tells apart processes that have had the same pid.
-    """
+        pass
     try:
-        stat = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before may have spaces
-    return None if state == "Z" else int(fields[18])
+        yield
+    finally:
+        os.close(descriptor)

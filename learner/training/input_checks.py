@@ -18,10 +18,10 @@ from pathlib import Path
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
+from learner.data.checkpoint import Checkpoint
 from learner.data.files import capped
 from learner.data.images import Watch, image_problem, inspect_header, try_inspect
 from learner.data.jsonl import read_samples, scan
-from learner.data.lengths import image_rule
 from learner.data.order import image_faults
 from learner.data.show import watch
 from learner.rollout.colocate import Placement, place
@@ -30,7 +30,7 @@ from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, Waiting, require
 from learner.types import Sample
-from shared_contracts.adapters import checkpoint_chain, weight_files
+from shared_contracts.adapters import weight_files
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
 
@@ -193,7 +193,7 @@ def read_data(
     samples.
     """
     samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
-    bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
+    bad = image_faults(list(chain(*samples)), Checkpoint(checkpoint).image_rule, shown)
     if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
     return samples, bad
@@ -229,7 +229,7 @@ def check_backend(
             "colocate, and vllm is not installed here",
             "Install it (the extra cpu or gpu), or set rollout_matching.rollout_backend to hf",
         )
-    weight_files(checkpoint_chain(config.model.model, "model.model")[-1], "model.model")
+    weight_files(Checkpoint(config.model.model).base, "model.model")
     return placement
 
 

@@ -17,10 +17,13 @@ one warning. `ProgressDisplay` shows a run on its terminal.
 import json
 import logging
 import math
+import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,12 @@ from transformers.integrations import TensorBoardCallback, get_reporting_integra
 from learner.config import dump_resolved
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
+from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
 from learner.runs.console import channel_and_loss, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
-from learner.runs.run_folder import METRICS, RESOLVED, RUN, identity_of_this_process
-from shared_contracts.adapters import folder_with
+from learner.runs.run_folder import METRICS, RESOLVED, RUN
 from shared_contracts.errors import RunError
 
 _LIBRARIES = (
@@ -65,11 +68,14 @@ def open_run_folder(config: Config, placement: Placement | None, start: Start = 
 def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
     rollout = config.rollout_matching
     server = rollout.vllm.server if rollout.backend == "server" else None
-    folder = folder_with(config.model.model, "tokenizer.json", "model.model")
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = Checkpoint(config.model.model).processor / TOKENIZER
     return {
         "command": sys.argv,
-        "process": identity_of_this_process(),
+        "process": {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
         **software(),
         # For `learner replay`; None without a tokenizer.
         "tokenizer_sha256": data_digest(tokenizer) if tokenizer.is_file() else None,

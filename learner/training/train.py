@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.report.run_page import reported
 from learner.config.schema import Config
-from learner.data.lengths import image_rule
+from learner.data.checkpoint import Checkpoint
 from learner.data.order import BadSampleLog, BatchOrder, ReplacedSamples, image_fault
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.distributed.process_group import open_peers
@@ -52,7 +52,7 @@ from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
 from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
-from learner.runs.run_folder import RUN
+from learner.runs.run_folder import RUN, lock_folder
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
 from learner.training.evaluation import build_scorer
@@ -136,21 +136,27 @@ def train_as(
     assert not inputs.finished(config.training), "checked by the command"
     folder = Path(config.training.output_dir)
     start = _agreed(inputs.start, peers)
-    broadcast_from_rank0(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
-    peers.all_gather(lambda: _require_shared(folder))
-    if peers.rank == 0:
-        doubt = config.data.doubt
-        for note in [*start.notes, *([f"Warning: {doubt}"] if doubt else [])]:
-            tell(console, note)
-    set_seed(config.training.seed)
-    with waiting_for("the model to be loaded"):
-        loaded = load(start.tuned(config))
-        if config.training.packing:
-            check_packing(loaded.model, loaded.family)
-    for note in loaded.notes if peers.rank == 0 else ():
-        tell(console, note)
-    optimizer = build_optimizer(loaded.model, config.training, loaded.family)
     with ExitStack() as stack:
+
+        def open_folder() -> str:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_folder(folder))
+            return str(open_run_folder(config, inputs.placement, start))
+
+        broadcast_from_rank0(peers, open_folder)
+        peers.all_gather(lambda: _require_shared(folder))
+        if peers.rank == 0:
+            doubt = config.data.doubt
+            for note in [*start.notes, *([f"Warning: {doubt}"] if doubt else [])]:
+                tell(console, note)
+        set_seed(config.training.seed)
+        with waiting_for("the model to be loaded"):
+            loaded = load(start.tuned(config))
+            if config.training.packing:
+                check_packing(loaded.model, loaded.family)
+        for note in loaded.notes if peers.rank == 0 else ():
+            tell(console, note)
+        optimizer = build_optimizer(loaded.model, config.training, loaded.family)
         if peers.rank == 0:
             stack.enter_context(reported(folder, console))
         stack.enter_context(writing(folder))
@@ -201,7 +207,7 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
     if peers.rank == 0:
         for known in inputs.bad.values():
             log.add(known)
-    fault = partial(image_fault, rule=image_rule(config.model.model))
+    fault = partial(image_fault, rule=Checkpoint(config.model.model).image_rule)
     return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image
 
+from learner.data.checkpoint import Checkpoint
 from learner.data.images import ImageResults
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
@@ -69,4 +70,4 @@ def lengths_of(
     def write(objects: Sequence[GroundTruthObject]) -> str:
         return serialize_objects(objects, "desc_first")
 
-    return SampleLengths(checkpoint, write, prompt, system, limits)
+    return SampleLengths(Checkpoint(checkpoint), write, prompt, system, limits)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from learner.data.checkpoint import Checkpoint
 from learner.data.toy import ToyData
 from learner.models.load import check_parameters, load_model, read_model
 from learner.models.toy import make_model
@@ -20,7 +21,6 @@ from learner.operate.doctor import weights
 from learner.operate.export import export, require_exportable
 from learner.rollout.sync.weights import MergedWeights
 from learner.runs.checkpoint import MANIFEST
-from learner.training.checkpoint_checks import check_checkpoint
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from rollout_server.engines.merge import merge, with_merged_model
@@ -89,7 +89,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_an_adapter_is_a_model_to_train(
     base: Path, adapter: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    check_checkpoint(adapter)
+    Checkpoint(adapter).require_vocabulary()
     wanted = pushed(adapter, base)
     original = load_file(base / "model.safetensors")
     assert any(not torch.equal(weight, original[name]) for name, weight in wanted.items())
@@ -135,7 +135,7 @@ def test_an_export_is_a_plain_checkpoint(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not names & {ADAPTER, MANIFEST, "optimizer.pt", "scheduler.pt", "trainer_state.json"}
     assert str(base.parent) not in (out / "config.json").read_text()
-    check_checkpoint(out)
+    Checkpoint(out).require_vocabulary()
     again = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
     assert again.dtype == (torch.float32 if dtype == "auto" else torch.bfloat16)
     if dtype == "auto":
@@ -172,6 +172,6 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path, content: str | Non
     own = json.dumps({"base_model_name_or_path": str(tmp_path)})
     (tmp_path / ADAPTER).write_text(own if content is None else content)
     with pytest.raises(ContractError) as caught:
-        check_checkpoint(tmp_path)
+        Checkpoint(tmp_path).require_vocabulary()
     assert caught.value.where == "model.model"
     assert str(tmp_path) in caught.value.found

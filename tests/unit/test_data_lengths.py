@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
+from learner.data.checkpoint import Checkpoint
 from learner.data.jsonl import read_samples
-from learner.data.lengths import SampleLengths, TokenLimits, chat_template
+from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
 from learner.models.load import read_processor
 from learner.models.prompts import PromptEncoder
 from learner.stages.targets import build_ground_truth_target
-from learner.training.checkpoint_checks import check_checkpoint
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import LYING, box, lengths_of, line, paint, write_lines
@@ -116,14 +116,14 @@ def test_another_processor_is_refused(tmp_path: Path) -> None:
 def test_the_chat_template_is_found_wherever_checkpoints_keep_it(
     toy_checkpoint: Path, tmp_path: Path
 ) -> None:
-    template = chat_template(toy_checkpoint)
+    template = Checkpoint(toy_checkpoint).chat_template()
     with pytest.raises(ContractError, match="no chat template"):
-        chat_template(tmp_path)
+        Checkpoint(tmp_path).chat_template()
     for name in ("tokenizer_config.json", "chat_template.json"):
         (tmp_path / name).write_text(json.dumps({"chat_template": name + template}))
-        assert chat_template(tmp_path) == name + template
+        assert Checkpoint(tmp_path).chat_template() == name + template
     shutil.copy(toy_checkpoint / "chat_template.jinja", tmp_path)
-    assert chat_template(tmp_path) == template
+    assert Checkpoint(tmp_path).chat_template() == template
 
 
 def test_a_template_beside_the_tokenizer_alone_is_the_processors(
@@ -132,8 +132,8 @@ def test_a_template_beside_the_tokenizer_alone_is_the_processors(
     copy = shutil.copytree(toy_checkpoint, tmp_path / "model")
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(ContractError, match="no chat template"):
-        check_checkpoint(copy)
-    file, template = copy / "tokenizer_config.json", chat_template(toy_checkpoint)
+        Checkpoint(copy).require_vocabulary()
+    file, template = copy / "tokenizer_config.json", Checkpoint(toy_checkpoint).chat_template()
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    check_checkpoint(copy)
+    Checkpoint(copy).require_vocabulary()
     assert read_processor(copy).chat_template == template

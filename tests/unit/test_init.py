@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.config import dump_mapping, load_config, load_mapping
 from learner.config.schema import Config
+from learner.data.checkpoint import Checkpoint
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
@@ -24,7 +25,6 @@ from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
-from learner.training.checkpoint_checks import coordinate_ids
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
@@ -81,7 +81,7 @@ def test_stock_checkpoint_trains_with_the_written_yamls(
     assert {path.name for path in out.iterdir()} == {
         *("model", "schema.json", "warmup.yaml", "two_channel.yaml")
     }
-    assert len(coordinate_ids(out / "model")) == COORD_BINS
+    assert None not in Checkpoint(out / "model").coordinate_ids
     assert "noise of mean zero" in printed
     assert printed.splitlines()[-3:] == [
         f"  learner doctor {out}/warmup.yaml",

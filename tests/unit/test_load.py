@@ -20,8 +20,8 @@ from transformers import (
 
 from learner.config import parse_config
 from learner.config.schema import Config, LoraTuner
+from learner.data.checkpoint import Checkpoint
 from learner.data.jsonl import read_samples
-from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.gpus import gpu_named
 from learner.models.load import load_model, on_meta
@@ -74,7 +74,7 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
 @pytest.mark.req("FAM-01")
 def test_a_model_of_another_family_is_refused_with_the_known_ones(config: Config) -> None:
     (config.model.model / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    for read in (lambda: load_model(config), lambda: image_rule(config.model.model)):
+    for read in (lambda: load_model(config), lambda: Checkpoint(config.model.model).image_rule):
         with pytest.raises(ContractError, match=r"model_type is llama.*Use one of qwen2_vl, qwen2"):
             read()
 

@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from learner.runs.resume import (
     log_sizes,
     truncate_logs,
 )
-from learner.runs.run_folder import RESOLVED, identity_of_this_process
+from learner.runs.run_folder import RESOLVED
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError, ContractErrors
@@ -33,6 +35,12 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_mapping
 
 STEPS = 4
+WRITER = """
+import sys; from pathlib import Path
+from learner.runs.run_folder import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("locked", flush=True); sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -85,17 +93,14 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
     config = parse_config(mapping)
     folder = config.training.output_dir
     folder.mkdir()
-    with subprocess.Popen(["sleep", "600"]) as other:
-        ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        identity = {**identity_of_this_process(), "pid": other.pid, "start_ticks": int(ticks)}
-        (folder / "run.json").write_text(json.dumps({"process": identity}))
-        with pytest.raises(ContractError, match=f"process {other.pid} writes") as caught:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdin=PIPE, stdout=PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ContractError, match=r"a run writes .*run\.json names") as caught:
             find_start(config, processes=1)
         assert caught.value.where == "training.output_dir"
-        (folder / "metrics.jsonl").write_text('{"step": 4, "train_runtime": 2.0}\n')
-        (folder / RESOLVED).write_text(dump_resolved(config))
-        assert find_start(config, processes=1).goes_on, "that run has ended"
-        (folder / "metrics.jsonl").unlink()
         other.kill()
     assert find_start(config, processes=1).step == 0
 

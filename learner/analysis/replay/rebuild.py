@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.schema import Config
+from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.runs.checkpoint import checkpoints_in
 from learner.runs.metrics import Payload, rollout_payload
 from learner.runs.resume import data_digest
@@ -20,10 +21,8 @@ from learner.stages.rewards import with_rewards
 from learner.stages.targets import assess, with_target
 from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout
-from shared_contracts.adapters import folder_with
 from shared_contracts.errors import ContractError
 
-TOKENIZER = "tokenizer.json"
 # Longest list of steps or samples without an ellipsis.
 _LISTED = 8
 
@@ -40,7 +39,7 @@ def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
             "has no tokenizer_sha256: an earlier version wrote it",
             "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
         )
-    first = folder_with(Path(config.model.model), TOKENIZER, "model.model")
+    first = Checkpoint(config.model.model).processor
     problems: list[str] = []
     for folder in [given] if given else [first, *checkpoints_in(run.path)]:
         file = folder / TOKENIZER

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from learner.data.lengths import read_json
+from learner.data.checkpoint import read_json
 from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:

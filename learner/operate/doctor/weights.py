@@ -9,6 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from learner.config.schema import Config, LoraTuner
+from learner.data.checkpoint import Checkpoint
 from learner.models.coord_tokens import untrained
 from learner.models.load import check_parameters, load_model
 from learner.models.loading import loading
@@ -17,10 +18,8 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.training.backends import bucket_bytes_of, transport_of
-from learner.training.checkpoint_checks import coordinate_ids
 from learner.training.checks import Caution, Check
 from learner.training.input_checks import generates
-from shared_contracts.adapters import checkpoint_chain
 from shared_contracts.errors import ContractError
 
 
@@ -57,19 +56,20 @@ def check_rows(config: Config) -> str:
 
 def why_untrained(folder: Path) -> str | None:
     """Return the reason why the coordinate tokens of a checkpoint look untrained, or None."""
-    return next(filter(None, map(untrained, _stored_rows(folder, coordinate_ids(folder)))), None)
+    return next(filter(None, map(untrained, _stored_rows(Checkpoint(folder)))), None)
 
 
-def _stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the rows (ids, width) of a checkpoint's embedding, and of its head if untied.
+def _stored_rows(checkpoint: Checkpoint) -> Iterator[Tensor]:
+    """Yield the rows (1000, width) of a checkpoint's embedding, and of its head if untied.
 
     Rows of an adapter take precedence. Raises ContractError for an incomplete file.
     """
-    *adapters, folder = checkpoint_chain(folder, "model.model")
+    *adapters, folder = checkpoint.chain
     for adapter in adapters:
         if adapter_rows := list(_stored(adapter, re.compile(r"\.trainable_tokens_"), slice(None))):
             yield from adapter_rows
             return
+    ids = [each for each in checkpoint.coordinate_ids if each is not None]
     first = min(ids)
     names = re.compile(r"(embed_tokens|lm_head)\.weight$")
     for rows in _stored(folder, names, slice(first, max(ids) + 1)):
