@@ -11,7 +11,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from learner.config import merge, parse_config
 from learner.config.schema import Config
-from learner.config.trackers import logins_missing
 from learner.data.toy import ToyData
 from learner.runs.resume import BEGINNING
 from learner.training.input_checks import check_inputs
@@ -47,24 +46,6 @@ def test_missing_tracker_is_refused_before_anything_is_loaded(
     with pytest.raises(ContractError, match="pip install azureml-sdk") as caught:
         check_inputs(reporting(mapping, "tensorboard", "azure_ml"))
     assert caught.value.where == "training.report_to[1]"
-
-
-@pytest.mark.parametrize(
-    ("environment", "netrc", "missing"),
-    [
-        ({}, "machine elsewhere", 1),
-        ({}, "machine api.wandb.ai", 0),
-        ({"WANDB_API_KEY": "a"}, "", 0),
-        ({"WANDB_MODE": "offline"}, "", 0),
-        ({"WANDB_MODE": "online"}, "", 1),
-    ],
-)
-def test_missing_login_is_named(
-    tmp_path: Path, environment: dict[str, str], netrc: str, missing: int
-) -> None:
-    (tmp_path / ".netrc").write_text(netrc)
-    errors = logins_missing(("tensorboard", "wandb"), environment, tmp_path)
-    assert [error.where for error in errors] == ["training.report_to[1]"] * missing
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Checks of this machine and of the learner's process: trackers, versions, GPUs, memory.
+"""Checks of this machine and of the learner's process: versions, GPUs, memory.
 
 | distribution | must agree | why |
 | --- | --- | --- |
@@ -11,10 +11,8 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from learner.config.schema import Config
-from learner.config.trackers import logins_missing
 from learner.operate.estimate.step import USABLE, gib, meta_model, step_costs
 from learner.training.checks import Caution, Check, require
 from learner.training.input_checks import InputChecks
@@ -44,17 +42,10 @@ class MachineChecks:
 
     def checks(self) -> list[Check]:
         return [
-            Check("logins", self._check_logins),
             Check("versions", lambda: _listed(versions_here())),
             Check("gpus", self._check_gpus),
             Check("memory (estimate)", self._check_memory),
         ]
-
-    def _check_logins(self) -> str:
-        trackers = self._config.training.report_to
-        if missing := logins_missing(trackers, os.environ, Path.home()):
-            raise Caution(missing)
-        return ", ".join(trackers)
 
     def _check_gpus(self) -> str:
         self.visible = visible_gpus(os.environ)
