@@ -19,20 +19,18 @@ class Variant(NamedTuple):
     grouped: bool = False
 
 
-_RECIPES = "learner.training.recipes"
+_RECIPE = "learner.training.recipes:Recipe"
 
 VARIANTS = {
-    "stage2_two_channel": Variant(
-        f"{_RECIPES}.two_channel:TwoChannel", "channels A and B, boxes", "stage2_ab", polygons=False
-    ),
+    "stage2_two_channel": Variant(_RECIPE, "channels A and B, boxes", "stage2_ab", polygons=False),
     "stage2_rollout_aligned": Variant(
-        f"{_RECIPES}.rollout_aligned:RolloutAligned",
+        _RECIPE,
         "channel B alone, boxes and polygons",
         "rollout_matching",
         polygons=True,
     ),
     "stage2_group_relative": Variant(
-        f"{_RECIPES}.two_channel:TwoChannel",
+        _RECIPE,
         "channels A and B, boxes; B by rewards of several answers to a sample",
         "stage2_ab",
         polygons=False,

@@ -1,7 +1,15 @@
 """Training recipes: the channel of a step, and the loss of a pack.
 
-A recipe is one file here and one line in `learner.objectives.variants`, which names it by
-`custom.trainer_variant`. CONTRIBUTING.md has an example.
+`learner.objectives.variants` names the recipe of each `custom.trainer_variant`. `Recipe` has them
+all: channels A and B by `b_ratio`, A with self-context (CHA-01); channel B alone (RES-02); and
+groups of answers in channel B (GROUP-01):
+
+    Sample x group_size -> RolloutOutput of each -> reward, advantage -> Segment
+
+The answers of a sample are consecutive, in one process. Their segments may share a pack or not,
+because advantages are made before. The step collects its packs before its first forward, because
+the loss is a mean over the answer tokens of all processes (GROUP-03). CONTRIBUTING.md has an
+example of another recipe.
 """
 
 from pkgutil import resolve_name
@@ -40,8 +48,11 @@ class Recipe:
 
     @staticmethod
     def self_context(config: Config) -> SelfContext:
-        """Return the forwards of channel A: by default one."""
-        return SelfContext()
+        """Return the forwards of channel A: by default `stage2_ab.n_softctx_iter`."""
+        own = config.stage2_ab
+        if own is None:
+            return SelfContext()
+        return SelfContext(own.n_softctx_iter, own.coord_ctx_embed_mode, own.softctx_grad_mode)
 
     def channel(self, step: int) -> Channel:
         """Return the channel of step `step`, counted from 0 (STEP-01)."""
