@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from benchmarks.command import Bench, run
 from benchmarks.fixed_engines import (
     ANSWER_TOKENS,
@@ -39,7 +41,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
 from learner.training.recipes import Recipe
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -118,7 +120,7 @@ def _step_s(
     runner = StepRunner(_config(), recipe, policy)
     own = samples(count)
     began = time.perf_counter()
-    runner.run(Weights(), own, 0, PlainAccelerator())
+    runner.run(Weights(), own, 0, Accelerator())
     return time.perf_counter() - began
 
 

@@ -14,12 +14,13 @@ they need. Then the caller makes one optimizer update (STEP-02).
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from learner.config.rollout_matching import DecodeMode
@@ -43,23 +44,6 @@ from learner.types import Channel, Sample
 from shared_contracts.errors import RunError
 
 _NO_MORE: Chunk[Pack] = Chunk((), True)
-
-
-class Accelerator(Protocol):
-    """Runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
-
-    def backward(self, loss: Tensor) -> None: ...
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]: ...
-
-
-class PlainAccelerator:
-    """One process, without an accelerator."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass

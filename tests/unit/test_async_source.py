@@ -26,12 +26,13 @@ from learner.runs.metrics import PhaseClock
 from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted

@@ -30,13 +30,14 @@ from learner.operate.estimate.step import (
 from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
 from learner.training.input_checks import read_inputs
 from learner.training.recipes import recipe_of
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, run_context
 from tests.unit.fake_step import fake_step, fake_steps, step_model
 from tests.unit.full_size_models import make_full_size, make_samples
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.small_run import small_config, small_mapping
 
 pytestmark = pytest.mark.req("FULL-05")

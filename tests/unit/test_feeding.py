@@ -23,7 +23,7 @@ from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
 from learner.training.channels import ChannelB, Encoding
 from learner.training.recipes import Recipe
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.training.train import order_of
 from learner.training.trainer import BatchLoader
@@ -31,6 +31,7 @@ from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.small_run import small_config
 from tests.unit.streams import InChunks
 from tests.unit.test_step import Parts, Scripted

@@ -25,10 +25,11 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.recipes import Recipe
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed, RolloutSource
 from learner.types import Channel, RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
 
 CONFIG = load_config(Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml")

@@ -32,12 +32,13 @@ from learner.stages.matching import match_objects
 from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
 from learner.training.recipes import recipe_of
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
 from tests.unit.answers import encode, entry, text_in_role, text_of
 from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
 from tests.unit.mixed_samples import box
 from tests.unit.packed_logits import packed_logits
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import rollout, written
 from tests.unit.streams import InChunks

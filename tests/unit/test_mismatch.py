@@ -23,7 +23,7 @@ from learner.runs.metrics import StepReport, mismatch_payload
 from learner.stages.packing import Chunk
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelB
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.types import Channel, Role, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
@@ -32,6 +32,7 @@ from tests.unit.config_faults import changed
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import box
 from tests.unit.packed_logits import packed_logits
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.small_run import written
 from tests.unit.test_forwards import CONFIG, Given, Nobody, Ran, Script, pack
 from tests.unit.test_head import CHUNK, VOCABULARY, Products

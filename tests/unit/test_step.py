@@ -24,11 +24,12 @@ from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.recipes import Recipe
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.packed_logits import as_given, packed_logits
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.small_run import rollout, small_config, written
 
 Gradients = dict[str, Tensor]

@@ -18,10 +18,11 @@ from learner.rollout.policy import Policy, request_settings
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
-from learner.training.step import PlainAccelerator, StepRunner
+from learner.training.step import StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer
 from tests.unit.config_faults import changed, only_error
+from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted, policy_over
