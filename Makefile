@@ -63,6 +63,8 @@ lint: setup-dev
 	$(BIN)/python scripts/house --check
 	$(BIN)/python scripts/doc_links
 	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/config_reference.py --check
+	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/server_reference.py --check
 
 mutants: setup-dev

@@ -1,10 +1,7 @@
-"""The page of metrics, and the payload that combines the parts of several processes."""
+"""The payload that combines the parts of several processes."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import reduce
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 from learner.runs.declared import METRICS
 from learner.runs.metrics import Payload
 
-ROOT = Path(__file__).parents[2]
 B = "stage2_ab/channel_b"
 
 KINDS = {metric.key: metric.kind for metric in METRICS}
@@ -97,9 +93,3 @@ def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -
     with pytest.raises(AssertionError, match="match_rate is declared as a rate"):
         payload.note({f"{B}/match_rate": 0.5})
     assert payload.metrics() == {}
-
-
-def test_the_page_of_all_metrics_is_up_to_date() -> None:
-    script = ROOT / "scripts/metrics_reference.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
