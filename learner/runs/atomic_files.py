@@ -73,6 +73,13 @@ def require_free(out: Path) -> None:
     require_folder(str(out), out)
 
 
+def require_new_file(option: str, path: Path) -> None:
+    """Raise ContractError unless `path` is absent and can be made."""
+    require_file(option, path)
+    if path.exists():
+        raise ContractError(option, f"{path} exists already", "Name a new file.")
+
+
 def require_file(option: str, path: Path) -> None:
     """Raise ContractError unless the file `path` can be made or replaced."""
     _require_parent(option, path)

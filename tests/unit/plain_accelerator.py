@@ -1,15 +1,11 @@
-"""One process, without an accelerator."""
+"""The accelerator of a step in one process."""
 
 from contextlib import AbstractContextManager, nullcontext
 
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 
-class PlainAccelerator(Accelerator):
-    def __init__(self) -> None:
-        """Leave the state of processes alone, which all accelerators share."""
-
+class PlainAccelerator:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
