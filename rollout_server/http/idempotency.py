@@ -12,9 +12,9 @@ A cached answer keeps its weights version, also after a push. Failures are not c
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollout_server.runtime.refusals import refusal
@@ -22,21 +22,24 @@ from rollout_server.runtime.refusals import refusal
 KEPT_ANSWERS = 256
 KEPT_BYTES = 256 * 2**20
 GRACE_S = 15.0
-LARGE_BODY = 2**20
 
 
 @dataclass
 class _Call:
-    """waiting: number of waiting connections. abort: timer that runs while there are none."""
+    """waiting: number of waiting connections. abort: timer that runs while there are none.
+
+    size: of a complete answer, in bytes; None while it runs.
+    """
 
     body_digest: bytes
     answer: asyncio.Task[bytes]
     waiting: int = 0
     abort: asyncio.TimerHandle | None = None
+    size: int | None = None
 
 
 class IdempotentCalls:
-    """The running calls with a request id, and a least-recently-used cache of answers.
+    """The calls with a request id: those that run, and a least-recently-used cache of answers.
 
     kept_answers, kept_bytes: limits of the cache. grace_s: time that a generation continues without
     a connection.
@@ -51,9 +54,7 @@ class IdempotentCalls:
         self._kept_answers = kept_answers
         self._kept_bytes = kept_bytes
         self._grace_s = grace_s
-        self._running: dict[str, _Call] = {}
-        self._answered: OrderedDict[str, _Call] = OrderedDict()
-        self._bytes = 0
+        self._calls: dict[str, _Call] = {}  # the least recently used first
 
     async def answer(
         self,
@@ -68,19 +69,18 @@ class IdempotentCalls:
         """
         if request_id is None:
             return await generate(), False
-        digest = await _digest(body)
-        call = self._running.get(request_id) or self._answered.get(request_id)
+        # hashlib releases the GIL.
+        digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
+        call = self._calls.pop(request_id, None)
+        repeats = call is not None
         if call is None:
             call = _Call(digest, asyncio.create_task(generate()))
-            self._running[request_id] = call
-            call.answer.add_done_callback(lambda _: self._finish(request_id, call))
-            return await self._wait(request_id, call), False
+            call.answer.add_done_callback(partial(self._keep_answer, request_id, call))
+        self._calls[request_id] = call
         if call.body_digest != digest:
             found = "an earlier call with this id had another body; each call needs its own id"
             raise refusal("invalid-request", found, "request_id")
-        if request_id in self._answered:
-            self._answered.move_to_end(request_id)
-        return await self._wait(request_id, call), True
+        return await self._wait(request_id, call), repeats
 
     async def _wait(self, request_id: str, call: _Call) -> bytes:
         call.waiting += 1
@@ -95,29 +95,20 @@ class IdempotentCalls:
                 call.abort = loop.call_later(self._grace_s, self._abort, request_id, call)
 
     def _abort(self, request_id: str, call: _Call) -> None:
-        del self._running[request_id]  # a later call with this id generates again
+        del self._calls[request_id]  # a later call with this id generates again
         call.answer.cancel()
 
-    def _finish(self, request_id: str, call: _Call) -> None:
+    def _keep_answer(self, request_id: str, call: _Call, _: asyncio.Task[bytes]) -> None:
         if call.abort is not None:
             call.abort.cancel()
-        failed = call.answer.cancelled() or call.answer.exception() is not None
-        if self._running.get(request_id) is not call:  # aborted
+        if self._calls.get(request_id) is not call:  # aborted
             return
-        del self._running[request_id]
-        if not failed:
-            self._keep(request_id, call)
-
-    def _keep(self, request_id: str, call: _Call) -> None:
-        self._answered[request_id] = call
-        self._bytes += len(call.answer.result())
-        while len(self._answered) > self._kept_answers or self._bytes > self._kept_bytes:
-            _, oldest = self._answered.popitem(last=False)
-            self._bytes -= len(oldest.answer.result())
-
-
-async def _digest(body: bytes) -> bytes:
-    """Hash a body; a large one in a thread, where hashlib releases the GIL."""
-    if len(body) < LARGE_BODY:
-        return hashlib.sha256(body).digest()
-    return (await asyncio.to_thread(hashlib.sha256, body)).digest()
+        if call.answer.cancelled() or call.answer.exception() is not None:
+            del self._calls[request_id]
+            return
+        call.size = len(call.answer.result())
+        sizes = {key: each.size for key, each in self._calls.items() if each.size is not None}
+        for oldest in list(sizes):
+            if len(sizes) <= self._kept_answers and sum(sizes.values()) <= self._kept_bytes:
+                return
+            del self._calls[oldest], sizes[oldest]

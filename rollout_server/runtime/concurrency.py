@@ -1,12 +1,10 @@
 """Helpers for coroutines: cancelled together, bounded in bytes and seconds, measured."""
 
 import asyncio
-import math
 import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -19,8 +17,6 @@ T = TypeVar("T")
 
 # Calls begun before other tasks run; beginning one takes up to a millisecond.
 BEGUN_TOGETHER = 8
-# Polling interval of running work.
-POLL_S = 0.25
 
 
 async def cancel_when(
@@ -115,19 +111,3 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
         yield
     finally:
         seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
-
-
-async def finished_within(work: Awaitable[T], limit_s: float, late: Exception) -> T:
-    """Return the result of `work`; raise `late` after `limit_s` seconds.
-
-    Counts polls of POLL_S, so the time of a suspended process does not count.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        for _ in range(math.ceil(limit_s / POLL_S)):
-            await asyncio.wait((task,), timeout=POLL_S)
-            if task.done():
-                return task.result()
-        raise late
-    finally:
-        task.cancel()

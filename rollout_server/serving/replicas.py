@@ -21,7 +21,6 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
 from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
-from rollout_server.runtime.concurrency import POLL_S, finished_within
 from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
@@ -29,6 +28,7 @@ from shared_contracts.server_info import ReplicaState, ReplicaStatus
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+POLL_S = 0.25
 LONGEST_PAUSE_S = 60.0
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ class Replicas:
     build: makes the engine of an index; blocking, called in a thread.
     on_lost: called with the reason, before a lost replica is rebuilt.
     hang_s: seconds without a heartbeat after which an engine is lost.
+        The time of a suspended process does not count.
     start_s: deadline of each phase of a start.
-    The time of a suspended process does not count.
     """
 
     def __init__(
@@ -221,8 +221,12 @@ class Replicas:
 
     async def _phase(self, slot: _Slot, name: str, work: Awaitable[T]) -> T:
         slot.state, slot.detail, slot.began = "starting", name, time.monotonic()
-        found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
-        return await finished_within(work, self._start_s, TimeoutError(found))
+        try:
+            async with asyncio.timeout(self._start_s):
+                return await work
+        except TimeoutError:
+            found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
+            raise TimeoutError(found) from None
 
 
 async def _shut_down(slot: _Slot, engine: Engine) -> None:

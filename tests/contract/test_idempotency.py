@@ -59,8 +59,8 @@ async def test_retry_joins_the_running_first_call() -> None:
     generate = Generator()
     calls = IdempotentCalls()
     first = asyncio.create_task(calls.answer(*call("a"), generate))
+    await until(lambda: generate.begun == 1)
     retry = asyncio.create_task(calls.answer(*call("a"), generate))
-    await asyncio.sleep(0)
     with pytest.raises(ProblemError) as error:
         await calls.answer(*call("a", "y"), generate)
     assert (error.value.problem.status, error.value.problem.where) == (422, "request_id")
@@ -76,7 +76,7 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     calls = IdempotentCalls()
     generate.error = ValueError("broken")
     waiting = [asyncio.create_task(calls.answer(*call("a"), generate)) for _ in range(2)]
-    await asyncio.sleep(0)
+    await until(lambda: "a" in calls._calls and calls._calls["a"].waiting == 2)
     generate.free.set()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, ValueError)
@@ -91,7 +91,7 @@ async def test_generation_ends_after_the_grace_without_a_connection() -> None:
     calls = IdempotentCalls(grace_s=0.0)
     first = asyncio.create_task(calls.answer(*call("a"), generate))
     second = asyncio.create_task(calls.answer(*call("a"), generate))
-    await until(lambda: generate.begun == 1)
+    await until(lambda: "a" in calls._calls and calls._calls["a"].waiting == 2)
     await end(first)
     assert generate.cancelled == 0
     await end(second)
