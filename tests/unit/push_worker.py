@@ -160,9 +160,12 @@ class Worker:
 
 
 def broadcast(group: Any, size: int) -> Tensor:
-    """Receive so many bytes from rank 0."""
+    """Receive so many bytes from rank 0. Raises ConnectionError if it has left."""
     data = torch.empty(size, dtype=torch.uint8)
-    group.broadcast(data, 0).wait()
+    try:
+        group.broadcast(data, 0).wait()
+    except RuntimeError as error:
+        raise ConnectionError("rank 0 has left") from error
     return data
 
 
