@@ -82,8 +82,8 @@ def launch(
 
     from learner.config import load_config, load_mapping
     from learner.distributed.waiting import reporting_waits
-    from learner.operate.launch import LearnerProcess
     from learner.operate.launch import launch as run
+    from learner.operate.launch import start_learner
     from learner.operate.launch_plan import LaunchOptions, plan_launch
     from learner.runs.console import tell
 
@@ -100,7 +100,7 @@ def launch(
     plan.write_files()
     for server in plan.servers:
         say(f"Starting a rollout server: {server} (log: {server.log})")
-    learner = partial(LearnerProcess, plan.learner, plan.processes, plan.learner_environment)
+    learner = partial(start_learner, plan.learner, plan.processes, plan.learner_environment)
     try:
         with reporting_waits(say):
             code = run([server.start for server in plan.servers], learner, say)

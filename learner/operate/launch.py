@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, Self
 
 from learner.distributed.waiting import waiting_for
@@ -76,54 +75,29 @@ class StopSignals:
         if self._received:
             raise StopRequested(self._received[0])
 
-    def _record(self, number: int, _: FrameType | None) -> None:
+    def _record(self, number: int, _: object) -> None:
         self._received.append(number)
 
 
-class LearnerProcess:
-    """torchrun with `processes` times `command`; they end with this process.
+def start_learner(
+    command: list[str], processes: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start torchrun with `processes` times `command`; they end with this process.
 
     They have a session of their own: an interrupt of the terminal reaches this process only.
-    signals: a second signal ends the grace time of a stop.
     """
-
-    def __init__(
-        self,
-        command: list[str],
-        processes: int,
-        environment: Mapping[str, str],
-        signals: StopSignals,
-    ) -> None:
-        self._signals = signals
-        torchrun = [sys.executable, "-m", "learner.operate.torchrun", str(os.getpid())]
-        self._process = subprocess.Popen(
-            [*torchrun, "--standalone", f"--nproc-per-node={processes}", "--", *command],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Send SIGTERM, then SIGKILL after a grace time."""
-        self._process.terminate()
-        end = time.monotonic() + STOP_GRACE_S
-        while self.code() is None and time.monotonic() < end and not self._signals.urgent:
-            time.sleep(0.05)
-        self._process.kill()  # and the kernel kills its processes
-        self._process.wait()
-
-    def code(self) -> int | None:
-        """Return the exit code; None while the learner runs."""
-        code = self._process.poll()
-        return RUN_FAILED if code is not None and code < 0 else code
+    torchrun = [sys.executable, "-m", "learner.operate.torchrun", str(os.getpid())]
+    return subprocess.Popen(
+        [*torchrun, "--standalone", f"--nproc-per-node={processes}", "--", *command],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def launch(
     starts: Sequence[Callable[[], ServerProcess]],
-    learner: Callable[[StopSignals], LearnerProcess],
+    learner: Callable[[], subprocess.Popen[bytes]],
     tell: Tell,
     pauses_s: Sequence[float] = PAUSES_S,
 ) -> int:
@@ -140,28 +114,37 @@ def launch(
         try:
             with running_servers(starts, signals, tell, pauses_s) as servers:
                 tell("Starting the learner")
-                with learner(signals) as process:
-                    code = _wait_for_learner(process, servers, signals, tell)
-                    tell(f"The learner ended with code {code}")
-                    return code
+                return _run_learner(learner(), servers, signals, tell)
         except StopRequested as stop:
             return 128 + stop.number
 
 
-def _wait_for_learner(
-    learner: LearnerProcess, servers: Sequence[SupervisedServer], signals: StopSignals, tell: Tell
+def _run_learner(
+    learner: subprocess.Popen[bytes],
+    servers: Sequence[SupervisedServer],
+    signals: StopSignals,
+    tell: Tell,
 ) -> int:
-    """Return the learner's exit code; raises RunError if a server failed for good."""
+    """Return the learner's exit code; stop it if a server fails for good or a signal arrives."""
     try:
-        while (code := learner.code()) is None:
+        while learner.poll() is None:
             for server in servers:
                 server.check()
             signals.pause()
+        code = learner.returncode if learner.returncode >= 0 else RUN_FAILED
+        tell(f"The learner ended with code {code}")
+        return code
     except (RunError, StopRequested) as reason:
         with suppress(OSError):  # the terminal may be gone
             tell(f"Stopping the learner ({str(reason).splitlines()[0]})")
         raise
-    return code
+    finally:
+        learner.terminate()
+        end = time.monotonic() + STOP_GRACE_S
+        while learner.poll() is None and time.monotonic() < end and not signals.urgent:
+            time.sleep(0.05)
+        learner.kill()  # and the kernel kills its processes
+        learner.wait()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from learner.runs.atomic_files import publish_text
 from learner.runs.run_folder import LOGS
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.input_checks import RunInputs, check_inputs, generates
-from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.errors import CheckErrors, ContractError
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE
@@ -59,13 +59,6 @@ class LaunchOptions:
     train_gpus: str | None = None
     train_processes: int | None = None
 
-    @property
-    def processes(self) -> int:
-        """Number of learner processes, also if the options have faults."""
-        if self.device == "cpu":
-            return self.train_processes or 1
-        return len((self.train_gpus or "").split(","))
-
 
 @dataclass(frozen=True)
 class Split:
@@ -75,7 +68,8 @@ class Split:
     """
 
     servers: tuple[tuple[int, ...], ...]
-    learner: tuple[int, ...] = ()
+    learner: tuple[int, ...]
+    processes: int
 
 
 def split_devices(
@@ -89,17 +83,17 @@ def split_devices(
     Raises:
         ContractErrors: all faults of the options.
     """
-    faults = list[ContractError]()
+    faults = CheckErrors()
 
     def fault(where: str, found: str, do: str) -> None:
-        faults.append(ContractError(where, found, do))
+        faults.errors.append(ContractError(where, found, do))
 
     if options.device == "cpu":
         for option, value in ((SERVER_GPUS, options.server_gpus), (TRAIN_GPUS, options.train_gpus)):
             if value:
                 fault(option, "given, and --device is cpu", "Give one of the two")
-        _raise_all(faults)
-        return Split(((),) * servers)
+        faults.raise_all()
+        return Split(((),) * servers, (), options.train_processes or 1)
     if not visible:
         do = f"Use a machine with GPUs, name GPUs in {CUDA_VISIBLE}, or give --device cpu"
         raise ContractError("--device", "gpu, and no GPU is visible here", do)
@@ -127,13 +121,8 @@ def split_devices(
     if repeated := [gpu for gpu, count in Counter(chain(*lists)).items() if count > 1]:
         found = f"GPU {_id_list(repeated)} is named more than once"
         fault(f"{SERVER_GPUS}, {TRAIN_GPUS}", found, "Name every GPU once")
-    _raise_all(faults)
-    return Split(tuple(lists[:-1]), lists[-1])
-
-
-def _raise_all(faults: list[ContractError]) -> None:
-    if faults:
-        raise ContractErrors(faults)
+    faults.raise_all()
+    return Split(tuple(lists[:-1]), lists[-1], len(lists[-1]))
 
 
 def _id_list(ids: Sequence[int]) -> str:
@@ -149,13 +138,13 @@ def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int
     Raises:
         ContractErrors: all addresses that cannot be bound, with reasons.
     """
-    faults, addresses = list[ContractError](), list[tuple[str, str, int]]()
+    faults, addresses = CheckErrors(), list[tuple[str, str, int]]()
     with ExitStack() as held:
         for index, server in enumerate(servers):
             where, url = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
             if url.scheme != "http" or url.path:
                 found = f"{server.base_url} is no plain http, or has a path"
-                faults.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
+                faults.errors.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
                 continue
             host, port = str(url.hostname), url.port or 80
             for key, number in (("base_url", port), ("group_port", server.group_port)):
@@ -165,11 +154,11 @@ def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int
                     is_name = isinstance(error, socket.gaierror)
                     why = error.strerror if is_name else os.strerror(error.errno or 0)
                     found = f"{host}:{number} cannot be bound ({why})"
-                    faults.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
+                    faults.errors.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
                     break
                 host = listening.getsockname()[0]
             addresses.append((server.base_url, host, port))
-    _raise_all(faults)
+    faults.raise_all()
     return addresses
 
 
@@ -246,13 +235,13 @@ def plan_launch(
     visible = visible_gpus(environment) if options.device == "gpu" else []
     split = errors.of(lambda: split_devices(options, len(servers_of_config), size, visible))
     addresses = errors.of(lambda: addresses_here(servers_of_config))
-    launched = alone | {"WORLD_SIZE": str(options.processes)}
+    launched = alone | {"WORLD_SIZE": str(split.processes if split else 1)}
     inputs = errors.of(lambda: check_inputs(config, launched))
     if split is not None:  # each process has a request in every decoded batch (DIST-04)
         on_cpu = int(_number(own, "replicas", 1)) * size
         sizes = [len(gpus) or on_cpu for gpus in split.servers]
         decoded = config.rollout_matching.decode_batch_size
-        errors.of(lambda: rank_chunk_size(decoded, sizes, options.processes))
+        errors.of(lambda: rank_chunk_size(decoded, sizes, split.processes))
     errors.raise_all()
     assert program and split and addresses and inputs  # noqa: PT018  # else there are errors
 
@@ -279,12 +268,12 @@ def plan_launch(
         words = ["--config", str(settings), "--run-config", str(run)]
         servers.append(ServerPlan(*address, gpus, words, log, grace_s, around))
     # torchrun's default for several processes, without its warning.
-    threads = {"OMP_NUM_THREADS": str(1 if options.processes > 1 else os.cpu_count() or 1)}
+    threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         inputs,
         servers,
         [program, "train", "--config", str(file.absolute())],
-        options.processes,
+        split.processes,
         PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _id_list(split.learner)},
         files,
     )

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learner.operate.launch import LearnerProcess, launch
+from learner.operate.launch import launch, start_learner
 from learner.operate.torchrun import die_with_parent
 from learner.rollout.server_process import ServerProcess, free_ports
 from shared_contracts.cli import run_cli
@@ -95,7 +95,7 @@ def main() -> None:
     servers = [partial(StandIn, folder, i, port, settings) for i, port in enumerate(ports)]
     codes = settings["learner"]
     program = [sys.executable, "-c", LEARNER, str(folder), json.dumps(codes)]
-    learner = partial(LearnerProcess, program, len(codes), dict(os.environ))
+    learner = partial(start_learner, program, len(codes), dict(os.environ))
     run_cli(lambda: sys.exit(launch(servers, learner, print, settings["pauses_s"])))
 
 

@@ -59,9 +59,9 @@ TWICE = "--server-gpus, --train-gpus"
 @pytest.mark.parametrize(
     ("options", "servers", "size", "split"),
     [
-        (gpus("0,1", train="2,3"), 1, 2, Split(((0, 1),), (2, 3))),
-        (gpus("2", "0,1"), 2, 1, Split(((2,), (0, 1)), (3,))),
-        (LaunchOptions("cpu", train_processes=3), 2, 4, Split(((), ()))),
+        (gpus("0,1", train="2,3"), 1, 2, Split(((0, 1),), (2, 3), 2)),
+        (gpus("2", "0,1"), 2, 1, Split(((2,), (0, 1)), (3,), 1)),
+        (LaunchOptions("cpu", train_processes=3), 2, 4, Split(((), ()), (), 3)),
     ],
     ids=["one server", "servers in the order of the config", "cpu"],
 )

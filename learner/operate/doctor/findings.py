@@ -16,8 +16,6 @@ from shared_contracts.errors import ContractError, RunError
 Status = Literal["ok", "warn", "fail", "skipped"]
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
-# Largest number of errors of one check that are listed.
-_MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class CheckResult:
 
 
 def run_check(check: Check) -> list[CheckResult]:
-    """Run a check; return one finding, or one for each of its first `_MOST_SHOWN` errors."""
+    """Run a check; return one finding, or one for each of its errors."""
     try:
         return [CheckResult(check.name, "", "ok", check.run())]
     except Waiting as waiting:
@@ -45,14 +43,7 @@ def run_check(check: Check) -> list[CheckResult]:
         return [CheckResult(check.name, "", "fail", str(error), "See the server's log")]
     except ContractError as error:
         status: Status = "warn" if isinstance(error, Caution) else "fail"
-        errors = error.errors
-        shown = [
-            CheckResult(check.name, e.where, status, e.found, e.do) for e in errors[:_MOST_SHOWN]
-        ]
-        if (more := len(errors) - _MOST_SHOWN) > 0:
-            found = f"{more} more of {len(errors)}"
-            shown.append(CheckResult(check.name, "", status, found, "Fix these first"))
-        return shown
+        return [CheckResult(check.name, e.where, status, e.found, e.do) for e in error.errors]
 
 
 def table(findings: Sequence[CheckResult]) -> Table:
