@@ -1,6 +1,5 @@
 """The commands of `learner data`: exit codes, three-part errors, nothing heavy or half done."""
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,40 +123,6 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
     assert both == ("--config", "data files beside it")
 
 
-def test_a_conversion_names_what_is_left_out(terminal: Terminal, tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    size = {"width": 64, "height": 48}
-    cat = {"image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40]}
-    document = {
-        "images": [{"id": n, "file_name": f, **size} for n, f in enumerate(["a.png", "gone.png"])],
-        "annotations": [
-            {**cat, "id": 5},
-            {**cat, "id": 6, "iscrowd": 1},
-            {**cat, "id": "seven", "image_id": 1},
-            {**cat, "id": 8, "image_id": 2},
-            cat,
-        ],
-        "categories": [{"id": 1, "name": "café"}],
-    }
-    coco, out, left_out = (tmp_path / name for name in ("coco.json", "l/d.jsonl", "left/out.jsonl"))
-    coco.write_text(json.dumps(document))
-    command = ("convert", "--from", "coco", coco, out, "--left-out", left_out)
-    ended = terminal.data(*command)
-    assert (ended.code, ended.err) == (0, "")
-    assert '"desc": "café"' in out.read_text(encoding="utf-8")
-    named = [json.loads(line) for line in left_out.read_text().splitlines()]
-    assert [(n["annotation_id"], n["image_id"], n["image"], n["reason"]) for n in named] == [
-        (8, 2, None, "annotations of an image that is not listed"),
-        (6, 0, "a.png", "annotations of a crowd"),
-        (None, 0, "a.png", "annotations like another in every bin"),
-        ("seven", 1, "gone.png", "images without a file"),
-    ]
-    assert all((n["file"], n["bbox"]) == (str(coco), cat["bbox"]) for n in named)
-    out.unlink()
-    assert terminal.refused(*command) == ("--left-out", f"{left_out} exists already")
-    assert not out.exists()
-
-
 def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -168,6 +133,8 @@ def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     out.write_text("kept")
     assert terminal.refused(*command, images) == ("OUT", f"{out} exists already")
     assert out.read_text() == "kept"
+    command = ("convert", toy_data.coco_val, tmp_path / "new.jsonl", "--left-out", out)
+    assert terminal.refused(*command) == ("--left-out", f"{out} exists already")
 
 
 def test_a_command_of_an_earlier_version_names_its_successor(terminal: Terminal) -> None:

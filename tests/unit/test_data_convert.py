@@ -202,7 +202,8 @@ def test_what_voc_cannot_give_is_counted(
     convert("--from", "voc", tmp_path, tmp_path / "o.jsonl", "--left-out", left_out)
     (sample,) = read_samples(tmp_path / "o.jsonl", allow_poly=False)
     assert sample.metadata == {"image_id": "a"}
-    assert json.loads(left_out.read_text().splitlines()[0])["bbox"] == [0, None, 32, 40]
+    first = json.loads(left_out.read_text().splitlines()[0])
+    assert (first["file"], first["bbox"]) == (str(tmp_path), [0, None, 32, 40])
     table = capsys.readouterr().out
     for count, what, first in (
         (1, "images without a file", "c"),

@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pycocotools import mask
-from pycocotools.coco import COCO
 
 from learner.data.coco import read_coco
 from learner.data.conversion import Conversion, convert, write_records
 from learner.data.formats import read_other
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule, Scale
-from learner.data.toy import ToyData, make_data
-from learner.stages.coords import decode_bin
+from learner.data.toy import make_data
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import covers_a_pixel, paint, paint_all, unwatched
@@ -158,17 +156,6 @@ def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:
     assert (caught.value.where, "--scale 0..1" in caught.value.do) == ("--scale", True)
 
 
-def test_what_is_left_out_is_neither_clipped_nor_a_box_taken(folder: Path) -> None:
-    annotations = [cat(-64, 48, 128, 240, id=n) for n in (1, 2)]
-    conversion = converted(folder, *annotations, cat(1, 1, 0, 9), geometry="poly")
-    assert conversion.account.counts == {
-        Rule.CLIPPED: 1,
-        Rule.NO_POLYGON: 1,
-        Rule.DUPLICATE: 1,
-        Rule.NO_AREA: 1,
-    }
-
-
 def test_an_image_whose_annotations_were_all_left_out_does_not_become_a_negative(
     folder: Path,
 ) -> None:
@@ -261,20 +248,6 @@ def test_the_one_polygon_of_an_object_is_taken_or_its_box(
     (record,) = conversion.records
     assert record["objects"] == [{"desc": "cat", **object}]
     assert list(conversion.account.counts) == rules
-
-
-def test_pycocotools_reads_the_boxes_of_an_exported_file(toy_data: ToyData) -> None:
-    reference = COCO(str(toy_data.coco_train))
-    for image_id, sample in enumerate(read_samples(toy_data.train_jsonl, allow_poly=False), 1):
-        annotations = reference.imgToAnns[image_id]
-        for annotation, item in zip(annotations, sample.objects, strict=True):
-            assert reference.cats[annotation["category_id"]]["name"] == item.desc
-            x, y, width, height = annotation["bbox"]
-            sides = [sample.width, sample.height] * 2
-            corners = [
-                n / side for n, side in zip((x, y, x + width, y + height), sides, strict=True)
-            ]
-            assert corners == pytest.approx([decode_bin(k) for k in item.shape.coords])
 
 
 def test_an_export_into_a_relative_folder_names_its_images_from_there(

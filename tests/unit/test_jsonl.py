@@ -221,13 +221,6 @@ def test_what_programs_on_windows_write_is_taken_as_nothing(tmp_path: Path, last
     assert len(read_samples(path, allow_poly=False)) == 2
 
 
-@pytest.mark.parametrize("depth", range(900, 1000, 7))
-def test_a_value_nested_as_deeply_as_can_be_read_is_shown(tmp_path: Path, depth: int) -> None:
-    nested = "[" * depth + "]" * depth
-    path = write(tmp_path, '{"images": ' + nested + "}")
-    assert problems(path)
-
-
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),

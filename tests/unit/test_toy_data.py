@@ -23,6 +23,7 @@ from learner.data.toy_scenes import (
     SceneObject,
     make_scene,
 )
+from learner.stages.coords import decode_bin
 from shared_contracts.errors import ContractError
 
 
@@ -45,11 +46,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_same_seed_gives_the_same_bytes(toy: ToyData, tmp_path: Path) -> None:
     make_data(tmp_path / "again", train=30, val=20, seed=0)
     assert contents(tmp_path / "again") == contents(toy.train_jsonl.parent)
-
-
-def test_training_and_held_out_scenes_differ(toy: ToyData) -> None:
-    train = {s.objects for s in read_samples(toy.train_jsonl, allow_poly=False)}
-    val = {s.objects for s in read_samples(toy.val_jsonl, allow_poly=False)}
+    splits = (read_samples(each, allow_poly=False) for each in (toy.train_jsonl, toy.val_jsonl))
+    train, val = ({sample.objects for sample in split} for split in splits)
     assert not train & val
 
 
@@ -117,14 +115,18 @@ def test_corners_enclose_what_is_drawn() -> None:
             assert (inside & mask).sum() > 0.9 * (inside | mask).sum()
 
 
-def test_pycocotools_reads_the_export_of_polygons(poly_toy: ToyData) -> None:
+@pytest.mark.req("DATA-02", "IO-01")
+def test_pycocotools_reads_the_export_of_boxes_and_polygons(poly_toy: ToyData) -> None:
     coco = COCO(str(poly_toy.coco_val))
     truths = [o for s in read_samples(poly_toy.val_jsonl, allow_poly=True) for o in s.objects]
     for annotation, item in zip(coco.loadAnns(coco.getAnnIds()), truths, strict=True):
         assert ("segmentation" in annotation) == (item.shape.kind == "poly")
+        x, y, width, height = annotation["bbox"]
+        corners = (n / IMAGE_SIDE for n in (x, y, x + width, y + height))
+        assert [*corners] == pytest.approx([decode_bin(k) for k in bounding_box(item.shape)])
+        assert coco.cats[annotation["category_id"]]["name"] == item.desc
         if item.shape.kind == "bbox_2d":
             continue
-        x, y, width, height = annotation["bbox"]
         assert annotation["area"] == pytest.approx(width * height / 2)
         assert coco.annToMask(annotation).sum() == pytest.approx(width * height / 2, rel=0.1)
         (flat,) = annotation["segmentation"]
