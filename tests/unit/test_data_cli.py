@@ -133,8 +133,8 @@ def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     out.write_text("kept")
     assert terminal.refused(*command, images) == ("OUT", f"{out} exists already")
     assert out.read_text() == "kept"
-    command = ("convert", toy_data.coco_val, tmp_path / "new.jsonl", "--left-out", out)
-    assert terminal.refused(*command) == ("--left-out", f"{out} exists already")
+    left_out = ("convert", toy_data.coco_val, tmp_path / "new.jsonl", "--left-out", out)
+    assert terminal.refused(*left_out) == ("--left-out", f"{out} exists already")
 
 
 def test_a_command_of_an_earlier_version_names_its_successor(terminal: Terminal) -> None:
