@@ -21,7 +21,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -74,6 +74,7 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
+_CUT_SHORT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 _UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
 _TEMPORARY = (_TOO_MANY, 502, 503, 504)
 _EXCERPT_CHARACTERS = 200
@@ -241,38 +242,38 @@ class RolloutClient:
             async with self._connections() as http:
                 exchange = self._exchange(http, "POST", "/infer/", body, limit_s, parse)
                 answer = asyncio.ensure_future(exchange)
-                gone = asyncio.ensure_future(self._until_gone(http, server_epoch, given_up))
+                watch = asyncio.ensure_future(self._watch(http, server_epoch, given_up))
                 try:
-                    await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-                    if not answer.done():
-                        raise ServerUnreachable(f"POST {self.base_url}/infer/: {gone.result()}")
-                    return answer.result()
+                    await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
+                    return answer.result() if answer.done() else watch.result()
                 finally:  # a cancelled call closes its connection, and the server aborts it
                     answer.cancel()
-                    gone.cancel()
-                    await asyncio.gather(answer, gone, return_exceptions=True)
+                    watch.cancel()
+                    await asyncio.gather(answer, watch, return_exceptions=True)
 
         return asyncio.run(infer())
 
-    async def _until_gone(
+    async def _watch(
         self, http: httpx.AsyncClient, server_epoch: str | None, given_up: threading.Event | None
-    ) -> str:
-        """Check `/live/` until the server is gone; return the reason."""
+    ) -> NoReturn:
+        """Check `/live/` until the server is gone, or the call is given up."""
         process = None if server_epoch is None else process_of(server_epoch)
-        failures, reason, parse = 0, "", Live.model_validate_json
-        while failures < _LIVE_FAILURES:
+        where, failures, parse = f"POST {self.base_url}/infer/", 0, Live.model_validate_json
+        while True:
             await asyncio.sleep(self._live_interval_s)
             if given_up is not None and given_up.is_set():
-                return "the call was given up"
+                raise ServerUnreachable(f"{where}: the call was given up")
             try:
                 live = await self._exchange(http, "GET", "/live/", None, _LIVE_TIMEOUT_S, parse)
             except (ContractError, *SERVER_ERRORS) as error:
-                failures, reason = failures + 1, str(error)
+                failures += 1
+                if failures == _LIVE_FAILURES:
+                    found = f"the server is gone: /live/ failed {failures} times in a row"
+                    raise ServerUnreachable(f"{where}: {found} ({error})") from error
                 continue
             failures, process = 0, process or process_of(live.server_epoch)
             if process_of(live.server_epoch) != process:
-                return "the server was restarted meanwhile"
-        return f"the server is gone: /live/ failed {failures} times in a row ({reason})"
+                raise ServerUnreachable(f"{where}: the server was restarted meanwhile")
 
     # --- weights
 
@@ -368,10 +369,9 @@ class RolloutClient:
                         raise ProblemError(_foreign(response, where, found))
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerUnreachable(f"{where}: timed out") from error
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-            raise ConnectionBroken(f"{where}: {_reason(error)}") from error
         except httpx.RequestError as error:
-            raise ServerUnreachable(f"{where}: {_reason(error)}") from error
+            kind = ConnectionBroken if isinstance(error, _CUT_SHORT) else ServerUnreachable
+            raise kind(f"{where}: {_reason(error)}") from error
         if not response.is_success:
             raise self._refusal(response, bytes(content), where)
         try:

@@ -8,14 +8,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Begin a call. The thread uses the GPU of this one: CUDA starts it at GPU 0 (FULL-07)."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             outcome.set_result(call())
         except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
             outcome.set_exception(error)

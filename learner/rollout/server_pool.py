@@ -43,9 +43,9 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
-from shared_contracts.errors import ContractError, RunError
+from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
-from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
+from shared_contracts.weights import DtypeName
 
 T = TypeVar("T")
 # Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
@@ -190,8 +190,7 @@ class ServerPool(RolloutBackend):
     def connect(self) -> int:
         """Form the weight group with every server; return their newest weights version.
 
-        Every process calls it. Raises ContractError if the versions of the servers are too far
-        apart for a common next push.
+        Every process calls it.
         """
         self.version.newest, self._dtype = self._by_leader(self._connect)
         return self.version.newest
@@ -201,14 +200,7 @@ class ServerPool(RolloutBackend):
 
         Servers of several dtypes get weights that are gathered in float32, and cast for each.
         """
-        versions = in_parallel([server.connect for server in self.servers])
-        newest, oldest = max(versions), min(versions)
-        if newest - oldest > MOST_VERSION_STEP:  # the others would refuse the next push
-            raise ContractError(
-                f"POST {self.servers[versions.index(newest)].url}/init_communicator/",
-                f"weights_version is {newest}, and another server of the run has {oldest}",
-                "Restart that server, or remove it from rollout_matching.vllm.server.servers",
-            )
+        newest = max(in_parallel([server.connect for server in self.servers]))
         dtypes = {server.dtype for server in self.servers}
         return newest, dtypes.pop() if len(dtypes) == 1 else "float32"
 

@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.parallel_calls import in_parallel
@@ -206,3 +208,14 @@ def test_error_is_raised_while_other_calls_still_run() -> None:
     with pytest.raises(ValueError, match="no"):
         in_parallel([hung.wait, fail])
     hung.set()
+
+
+@pytest.mark.req("FULL-07")
+def test_a_thread_uses_the_gpu_of_the_thread_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is joined and used in such threads."""
+    of_thread = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(of_thread, "gpu", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", partial(setattr, of_thread, "gpu"))
+    torch.cuda.set_device(3)
+    assert in_parallel([partial(in_parallel, [torch.cuda.current_device])]) == [[3]]

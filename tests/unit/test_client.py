@@ -31,13 +31,12 @@ from shared_contracts.errors import (
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
-from shared_contracts.weights import MOST_VERSION_STEP, GroupCall, WeightStatus
-from tests.unit.fleets import PausedClock, fleet_of
+from shared_contracts.weights import GroupCall, WeightStatus
+from tests.unit.fleets import PausedClock
 from tests.unit.scripted_server import (
     INFER,
     HangUp,
     Reply,
-    ScriptedRollouts,
     ScriptedServer,
     envelope,
     health,
@@ -491,14 +490,3 @@ def test_call_for_rollouts_bounds_connecting_alone(respx_mock: respx.MockRouter)
         client.infer(CALL)
     limits = respx_mock.calls.last.request.extensions["timeout"]
     assert limits == {"connect": 12.5, "read": None, "write": None, "pool": None}
-
-
-@pytest.mark.req("RES-25", "SYNC-05")
-def test_server_too_far_ahead_of_the_others_is_named() -> None:
-    with scripted_server() as one, scripted_server() as other:
-        rollouts = [ScriptedRollouts(one), ScriptedRollouts(other)]
-        rollouts[1].version = MOST_VERSION_STEP + 1
-        with pytest.raises(ContractError) as caught, fleet_of(rollouts, 8):
-            pass
-    assert caught.value.where == f"POST {other.base_url}/init_communicator/"
-    assert "another server of the run has 0" in caught.value.found

@@ -24,7 +24,7 @@ from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync import push
-from learner.rollout.sync.group import CurrentGpu, Sender, join_group
+from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
 from shared_contracts.errors import ContractError
@@ -374,35 +374,3 @@ def test_a_process_ends_though_its_collective_hangs() -> None:
     with subprocess.Popen([sys.executable, "-c", program, asked.model_dump_json()]) as ours:
         _group = join(store)
         assert ours.wait(120.0) == 0
-
-
-@pytest.mark.req("FULL-07")
-def test_a_group_is_joined_and_used_on_the_gpu_of_its_pusher(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_gpu, used = list[threading.Thread](), list[threading.Thread]()
-    Worker(server)
-
-    class Gpu(CurrentGpu):
-        def used_by(self, call: Any) -> Any:
-            def on_it() -> object:
-                on_gpu.append(threading.current_thread())
-                return call()
-
-            return on_it
-
-    class Noting(MergedWeights):
-        def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-            used.append(threading.current_thread())
-            yield from super().tensors(dtype)
-
-    def join(body: InitCommunicator, given_up: threading.Event) -> Sender:
-        used.append(threading.current_thread())
-        return join_group(body, given_up)
-
-    monkeypatch.setattr(push, "CurrentGpu", Gpu)
-    mode = SyncMode(Noting(Weights()), None, False)
-    with pusher_to(server, mode=mode, join=join) as pusher:
-        pusher.push(version=2)
-    assert len(used) == 2
-    assert on_gpu == used

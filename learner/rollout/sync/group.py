@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from shared_contracts.weights import (
     attempt_key,
     plan_buckets,
 )
-
-T = TypeVar("T")
 
 _STORE_PROBE_S = 2.0
 _STORE_POLL_S = 0.02
@@ -237,23 +235,3 @@ def next_bytes(parameter: ParameterMeta, stream: Iterator[tuple[str, Tensor]]) -
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     assert data.numel() == parameter.num_bytes, f"{name} is not what the manifest says"
     return data
-
-
-class CurrentGpu:
-    """The GPU that is current in this thread; CUDA starts every other thread at GPU 0.
-
-    Does nothing in a process that has not used CUDA yet.
-    """
-
-    def __init__(self) -> None:
-        self._index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def used_by(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Return `call` for another thread, in which the GPU is made current first."""
-
-        def on_it() -> T:
-            if self._index is not None:
-                torch.cuda.set_device(self._index)
-            return call()
-
-        return on_it

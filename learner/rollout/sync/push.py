@@ -32,7 +32,7 @@ from torch import Tensor
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.rollout.parallel_calls import in_thread
-from learner.rollout.sync.group import CurrentGpu, Sender, join_group
+from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.weights import SyncMode
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.weights import (
@@ -78,7 +78,7 @@ class WeightPusher:
     """Owns one server, with rank 0 of its weight group, and pushes to it.
 
     Pushes are made one at a time; another thread may call `abandon` or `close` in the middle of
-    one. Weights are sent from the current GPU of the thread that makes the pusher.
+    one. Weights are sent from the GPU that is current in the thread that pushes.
 
     group_port: port of the rendezvous. join: how the group is joined.
 
@@ -102,7 +102,6 @@ class WeightPusher:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = client.timeout_s
         self._join_group = join
-        self._gpu = CurrentGpu()
         self._ready: CommunicatorReady | None = None
         self._group: Sender | None = None
         self._attempt = ""  # of the newest call that owned the server
@@ -254,7 +253,7 @@ class WeightPusher:
         A thread in a collective cannot be ended: it is left behind when the phase breaks.
         """
         limit_s = self._timeout_s + _ANSWER_MARGIN_S
-        called, collected = in_thread(call), in_thread(self._gpu.used_by(collective))
+        called, collected = in_thread(call), in_thread(collective)
         sides: list[tuple[Side, Future[Any]]] = [("server", called), ("learner", collected)]
         wait([part for _, part in sides], limit_s, FIRST_EXCEPTION)
         if collected.done() and collected.exception() is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner.distributed.peers import Peers, broadcast_from_rank0
 from learner.rollout.parallel_calls import in_thread
-from learner.rollout.sync.group import CurrentGpu, Sender, join_group
+from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights
 from shared_contracts.errors import RunError
@@ -99,8 +99,7 @@ class SharedPush:
         self.close()
         joining = None
         if self._pusher is None:
-            join = partial(join_group, init, given_up, peers.rank)
-            joining = in_thread(CurrentGpu().used_by(join))
+            joining = in_thread(partial(join_group, init, given_up, peers.rank))
         try:
             self._by_pusher(lambda pusher: pusher.init_communicator(init))
         except BaseException:  # the server will never open the group
