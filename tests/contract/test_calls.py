@@ -112,18 +112,6 @@ def test_query_or_header_leaves_the_envelope_out(server: RunningServer, requests
 
 
 @pytest.mark.req("WIRE-06")
-def test_info_describes_the_server(server: RunningServer) -> None:
-    info = server.http.get("/info").json()
-    health = server.http.get("/health").json()
-    assert info["model"] == str(server.checkpoint)
-    assert (info["world_size"], info["max_model_len"], info["max_num_seqs"]) == (1, 512, 64)
-    assert info["weights_version"] == health["weights_version"]
-    assert info["server_epoch"] == health["server_epoch"]
-    assert info["repeat_terminate"]["config"]["enabled"] is info["repeat_terminate"]["active"]
-    assert {"rollmatch", "torch", "transformers"} < set(info["versions"])
-
-
-@pytest.mark.req("WIRE-06")
 def test_metrics_count_answers(server: RunningServer, scene: Path) -> None:
     requests = [text_request(), image_request(str(scene))]
     with growth(server) as grown:

@@ -84,17 +84,27 @@ def test_request_i_has_seed_plus_i(server: RunningServer) -> None:
     assert len({tuple(response_ids(e)) for e in together}) == 5
 
 
-@pytest.mark.req("WIRE-02", "LOGP-01")
-def test_without_details_there_are_no_ids_and_no_logprobs(server: RunningServer) -> None:
+@pytest.mark.req("WIRE-02", "WIRE-03", "LOGP-01")
+def test_without_details_there_are_no_ids_and_no_logprobs_beside_the_stamp(
+    server: RunningServer,
+) -> None:
+    health = server.http.get("/health/").json()
     (envelope,) = server.infer([text_request()], return_details=False)
-    response = envelope["response"]
+    response, version = envelope["response"], health["weights_version"]
     (choice,) = response["choices"]
     assert response["prompt_token_ids"] is choice["token_ids"] is choice["logprobs"] is None
     assert choice["message"]["content"]
-    assert choice["finish_reason"] == "length"
     usage = response["usage"]
     assert usage["completion_tokens"] == 16
     assert usage["total_tokens"] == usage["prompt_tokens"] + 16
+    assert envelope["coordexp"] == {
+        "repeat_terminate_triggered": 0,
+        "repeat_terminated_choices": [],
+        "weights_version": [version, version],
+        "server_epoch": health["server_epoch"],
+        "seed": None,
+        "finish": "length",
+    }
 
 
 @pytest.mark.req("WIRE-02", "LOGP-01")
@@ -163,21 +173,6 @@ def test_answer_ends_with_the_context(server: RunningServer) -> None:
     length = len(envelope["response"]["prompt_token_ids"]) + len(response_ids(envelope))
     finish = envelope["response"]["choices"][0]["finish_reason"]
     assert length == 512 if finish == "length" else length < 512
-
-
-@pytest.mark.req("WIRE-03")
-def test_envelope_has_version_epoch_and_seed(server: RunningServer) -> None:
-    health = server.http.get("/health/").json()
-    (envelope,) = server.infer([text_request()])
-    version = health["weights_version"]
-    assert envelope["coordexp"] == {
-        "repeat_terminate_triggered": 0,
-        "repeat_terminated_choices": [],
-        "weights_version": [version, version],
-        "server_epoch": health["server_epoch"],
-        "seed": None,
-        "finish": "length",
-    }
 
 
 @pytest.mark.req("WIRE-02")

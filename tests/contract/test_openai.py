@@ -149,26 +149,18 @@ def test_bad_calls_are_refused_and_nothing_is_fetched(
         return 200
 
     Image.new("1", (8001, 8000)).save(large := tmp_path / "large.png")
-    (no_image := tmp_path / "no.png").write_bytes(b"no")
     with counting_web() as (web, paths):
         bad = {
             "web": status(messages=with_image(f"{web}/a.png")),
             "path": status(messages=with_image(str(scene))),
-            "no image": status(messages=with_image(data_url(no_image))),
             "pixels": status(messages=with_image(data_url(large))),
-            "no messages": status(messages=[]),
-            "long prompt": status(messages=[{"role": "user", "content": "a b " * 900}]),
             "template": status(extra_body={"chat_template": "x"}),
-            "processor": status(extra_body={"mm_processor_kwargs": {"size": 1}}),
             "n": status(n=4097),
-            "temperature": status(temperature=-1.0),
         }
         assert status(messages=with_image(scene.as_uri())) == 500  # vLLM's RuntimeError
     assert paths == []
     assert bad == dict.fromkeys(bad, 400)
     assert status(model="gpt-4") == 404
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="m", input="text", encoding_format="float")
     assert status() == 200
 
 

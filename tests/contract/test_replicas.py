@@ -32,7 +32,6 @@ from tests.contract.weight_sender import push, weight_group
 
 pytestmark = pytest.mark.slow
 
-HANG_S = 15.0
 TOKEN = "a-token-that-engines-need-not-have"
 MOST = 8
 LARGE = 128
@@ -51,7 +50,7 @@ def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """
     folder = tmp_path_factory.mktemp("replicas") / "server"
     options: tuple[str, ...] = ("--replicas", "2", "--max-num-seqs", str(MOST))
-    options += ("--hang-seconds", str(HANG_S), "--openai", "--grace-seconds", "0.1")
+    options += ("--openai", "--grace-seconds", "0.1")
     with (
         pytest.MonkeyPatch.context() as environment,
         tempfile.TemporaryDirectory() as temporary,  # short, since sockets have a path in it
@@ -141,23 +140,6 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert replicas.http.get("/health/").status_code == 200
     together = replicas.infer([text_request()] * 8)
     assert len({tuple(response_ids(envelope)) for envelope in together}) == 1
-
-
-@pytest.mark.nightly  # test_replica_watch.py has it with scripted engines
-@pytest.mark.req("SRV-05")
-def test_hung_engine_is_noticed_by_its_silence_and_built_again(
-    replicas: RunningServer, untied: Path
-) -> None:
-    answer = _call_while(
-        replicas, lambda: os.kill(replicas.processes()["engine 0"], signal.SIGSTOP)
-    )
-    assert answer.status_code == 503
-    assert replicas.http.get("/live/").status_code == 200
-    problem = replicas.http.get("/health/").json()
-    assert problem["where"] == answer.json()["where"]
-    _wait_for_states(replicas, {"serving", "needs-push"})
-    _push_both(replicas, untied)
-    assert replicas.http.get("/health/").status_code == 200
 
 
 @pytest.mark.req("SRV-05", "OAI-01")

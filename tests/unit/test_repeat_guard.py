@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -74,42 +73,6 @@ def test_the_guard_agrees_with_a_scan_of_the_whole_sequence(
         assert guard.push(token_id) == triggered
 
 
-BLOCKS = {"ngram_size": 2, "ngram_repeats": 3}
-RUN = {"max_consecutive_token_repeats": 3}
-
-
-@pytest.mark.req("ARCH-02", "REP-02")
-@pytest.mark.parametrize(
-    ("rule", "token_ids", "at"),
-    [
-        (RUN, [5, 5, 1, 5, 5, 5], 6),
-        # Blocks, wherever they start; the rule needs both its numbers.
-        (BLOCKS, [9, 1, 2, 1, 2, 1, 2], 7),
-        ({"ngram_size": 1}, [1] * 10, None),
-        # What repeats before min_new_tokens triggers when they are reached ...
-        ({"min_new_tokens": 5, "max_object_keys": 1}, [7, 8, 8, 8, 8, 8], 5),
-        # ... unless the run has ended.
-        ({"min_new_tokens": 5, **RUN}, [5, 5, 5, 1, 2, 3], None),
-    ],
-)
-def test_rules_by_hand(rule: dict[str, int], token_ids: list[int], at: int | None) -> None:
-    """It stays triggered."""
-    never = len(token_ids) if at is None else at - 1
-    found = verdicts(enabled(**rule), token_ids)
-    assert found == [False] * never + [True] * (len(token_ids) - never)
-
-
-@pytest.mark.req("REP-02", "REP-03")
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_object_key_is_found_wherever_it_begins_even_in_the_midst_of_another(size: int) -> None:
-    """All keys of two ids, in all streams of nine."""
-    config = enabled(max_object_keys=2)
-    for key in product((0, 1), repeat=size):
-        for token_ids in product((0, 1), repeat=9):
-            there = sum(token_ids[i : i + size] == key for i in range(9))
-            assert verdicts(config, token_ids, key)[-1] is (there >= 2)
-
-
 @pytest.mark.req("ARCH-02", "REP-03")
 def test_memory_is_bounded_by_the_block_and_not_by_the_sequence() -> None:
     """And with it the work for a token, which reads nothing else."""
@@ -150,14 +113,6 @@ def test_the_keys_of_real_answers_are_counted_each_once(
     found = verdicts(config, encode(answer), entry_token_ids(encode, "object_keys"))
     before = str(tokenizer.decode(encode(answer)[: found.index(True) + 1]))
     assert before == answer[: answer.index('"object_12') + len('"object_')]
-
-
-@pytest.mark.req("REP-02")
-def test_a_tokenizer_that_fuses_nothing_writes_a_key_with_its_quote() -> None:
-    def encode(text: str) -> list[int]:
-        return [ord(char) for char in text]
-
-    assert entry_token_ids(encode, "object_keys") == encode('"object_')
 
 
 def test_counting_object_keys_needs_their_token_ids() -> None:
