@@ -15,6 +15,7 @@ every server (SYNC-08).
 
 import threading
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import closing
@@ -30,6 +31,7 @@ from learner.rollout.backend import Journal, PushNeeded, RolloutBackend
 from learner.rollout.client import RolloutClient
 from learner.rollout.clock import CLOCK, Clock
 from learner.rollout.distribution import (
+    CHUNKS_AHEAD,
     cut,
     next_call,
     part_size,
@@ -397,7 +399,7 @@ class Dispatch:
 
     config: request i has `seed + i` (SEED-01). version: of the weights that must answer; None: any.
     reconnect: uses lost servers again that can be used, and returns all usable servers; called
-        first, and repeatedly while no server is usable.
+        before every chunk, and repeatedly while no server is usable.
 
     given_up: set by any thread to end the rollout; `chunks` raises RunError soon.
     """
@@ -420,6 +422,7 @@ class Dispatch:
         self._envelopes: dict[int, RolloutEnvelope] = {}
         self._queues = {server: list[RequestPart]() for server in pool.servers}
         self._caps: dict[Server, int] = {}
+        self._unassigned = len(requests)
         self._calls: dict[Future[list[RolloutEnvelope]], tuple[Server, RequestPart]] = {}
         self._answered_s = pool.clock()  # the time of the last answer
 
@@ -433,12 +436,13 @@ class Dispatch:
             RunError: no server answers, a request was refused, or the run was given up.
         """
         chunks = cut(len(self._requests), size)
+        later = deque(chunks)
         try:
-            if chunks:
-                self._reconnect()
             for chunk in chunks:
-                self._split(RequestPart(chunk), owner=None)
-            for chunk in chunks:
+                while later and later[0].start <= chunk.start + CHUNKS_AHEAD * size:
+                    self._reconnect()
+                    self._unassigned -= len(later[0])
+                    self._split(RequestPart(later.popleft()), owner=None)
                 self._send()
                 while not self._envelopes.keys() >= set(chunk):
                     self._take()
@@ -481,7 +485,7 @@ class Dispatch:
     def _next_count(self, server: Server) -> int:
         """Return the most requests of the next call to a server; 0 without a free place."""
         most = max(1, self._caps.get(server, 0))
-        waiting = sum(len(part.requests) for part in self._queues[server])
+        waiting = self._unassigned + sum(len(part.requests) for part in self._queues[server])
         running = [len(part.requests) for each, part in self._calls.values() if each is server]
         free = most - sum(running)
         return next_call(waiting, free, most, self._pool.peers.count, len(running))
