@@ -25,13 +25,11 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.http.app import create_app
 from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
 from rollout_server.runtime.logs import take_over_torch
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.repeat_config import ACTIVATION
 from shared_contracts.cli import describe, exit_code, ignores_interrupts
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -99,16 +97,12 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 
 def print_failure(failure: Exception, settings: ServerSettings) -> int:
     """Print the failure of an engine's start; return the exit code."""
-    reason = " ".join(str(failure).split())
-    error = (
-        ContractError("repeat_terminate", reason, ACTIVATION)
-        if isinstance(failure, GuardInactive)
-        else RunError(
-            f"an engine could not start with {settings.model}; its log is above ({reason})"
-        )
-    )
-    print(describe(error), file=sys.stderr)
-    return exit_code(error)
+    if not isinstance(failure, ContractError):
+        reason = " ".join(str(failure).split())
+        text = f"an engine could not start with {settings.model}; its log is above ({reason})"
+        failure = RunError(text)
+    print(describe(failure), file=sys.stderr)
+    return exit_code(failure)
 
 
 def _collect_garbage_less() -> None:

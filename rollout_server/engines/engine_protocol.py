@@ -16,16 +16,8 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 Finish = Literal["stop", "length"]
 
 
-class PromptRefused(Exception):
-    """The engine cannot take this prompt or these sampling parameters."""
-
-
 class EngineDead(Exception):
     """The engine process has ended."""
-
-
-class GuardInactive(Exception):
-    """The repeat guard is enabled and does not work inside the engine."""
 
 
 class Aborted(Exception):
@@ -138,7 +130,7 @@ class Engine(Protocol):
     # --- start and end
 
     async def prepare(self) -> None:
-        """Prepare for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
+        """Prepare for the first sequence. Raises ContractError if the guard does not work."""
 
     async def heartbeat(self) -> None: ...
     def declare_dead(self) -> None:
@@ -152,11 +144,11 @@ class Engine(Protocol):
     async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         """Return the prompt, which is the same for all engines of a model.
 
-        images: one for each None of the messages. Raises PromptRefused and EngineDead.
+        images: one for each None of the messages. Raises BadRequest and EngineDead.
         """
 
     def check_sampling(self, config: RequestConfig) -> None:
-        """Raise PromptRefused for parameters that the engine does not support."""
+        """Raise the `invalid-request` problem for parameters that the engine does not support."""
 
     async def generate(
         self,
@@ -169,7 +161,7 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
 
-        turn: the lowest of waiting requests is next. Raises PromptRefused, EngineDead and Aborted.
+        turn: the lowest of waiting requests is next. Raises BadRequest, EngineDead and Aborted.
         """
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:

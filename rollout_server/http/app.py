@@ -2,7 +2,7 @@
 
 CanonicalPaths -> AccessLog -> HostCheck -> BodyLimit -> route
                                                            |
-                  TokenCheck -> require_room -> JsonBody -> handler -> answer
+                                  TokenCheck -> JsonBody -> handler -> answer
 """
 
 import os
@@ -169,16 +169,14 @@ def _add_reads(calls: APIRouter, pool: Pool) -> None:
         return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_infer(calls: APIRouter, pool: Pool, generations: ConcurrencyLimit) -> None:
+def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
     """Add `/infer/`. A generation can outlive its connection, and be joined by others."""
     idempotent = IdempotentCalls()
-    connections = ConcurrencyLimit(pool.settings.max_concurrent_calls)
 
     @calls.post(
         "/infer/",
         response_model=list[RolloutEnvelope] | list[ChatCompletionResponse],
         responses=problem_responses(*INFER_PROBLEMS),
-        dependencies=[Depends(connections.require_room)],
     )
     async def infer(
         request: Request,
@@ -196,17 +194,13 @@ def _add_infer(calls: APIRouter, pool: Pool, generations: ConcurrencyLimit) -> N
         check_sequences(record.requests, n, pool.settings.max_requests_per_call)
 
         async def generate() -> bytes:
-            with generations.count():
+            with limit.count():
                 envelopes = await pool.infer(call, record)
             pool.telemetry.count_answers(record)
             return await _json_lines(map(RolloutEnvelope.model_dump_json, envelopes))
 
-        with connections.count():
-            body, record.repeated = await cancel_when(
-                _disconnect(request),
-                idempotent.answer(call.request_id, await request.body(), generate),
-                ClientDisconnect(),
-            )
+        answer = idempotent.answer(call.request_id, await request.body(), generate)
+        body, record.repeated = await cancel_when(_disconnect(request), answer, ClientDisconnect())
         if not (envelope and rollout_envelope):
             lines = body[1:-1].split(SEPARATOR) if len(body) > len(b"[]") else []
             body = await _json_lines(map(_without_envelope, lines))

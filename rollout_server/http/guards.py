@@ -154,24 +154,17 @@ class ConcurrencyLimit:
         self._max_calls = max_calls
         self._running = 0
 
-    async def require_room(self) -> None:
-        """FastAPI dependency that raises the `too-many-calls` problem before the body is read."""
-        self._check()
-
     @contextmanager
     def count(self) -> Iterator[None]:
         """Count one call during the block; raises the `too-many-calls` problem."""
-        self._check()
+        if self._running >= self._max_calls:
+            detail = f"{self._max_calls} calls are running (max_concurrent_calls); try again"
+            raise refusal("too-many-calls", detail, "max_concurrent_calls")
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
-
-    def _check(self) -> None:
-        if self._running >= self._max_calls:
-            detail = f"{self._max_calls} calls are running (max_concurrent_calls); try again"
-            raise refusal("too-many-calls", detail, "max_concurrent_calls")
 
 
 def check_sequences(requests: int, n: int, most: int) -> None:

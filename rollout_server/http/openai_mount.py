@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
@@ -31,15 +31,9 @@ _record: ContextVar[CallRecord] = ContextVar("record of the current call")
 
 def add_openai(router: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
     """Add both routes; `/infer/` shares `limit`."""
-    mount, room = OpenAIMount(pool, limit), [Depends(limit.require_room)]
+    mount, chat = OpenAIMount(pool, limit), CHAT.rstrip("/")
     router.add_api_route(MODELS, mount.models, include_in_schema=False)
-    router.add_api_route(
-        CHAT.rstrip("/"),
-        mount.chat_completions,
-        methods=["POST"],
-        dependencies=room,
-        include_in_schema=False,
-    )
+    router.add_api_route(chat, mount.chat_completions, methods=["POST"], include_in_schema=False)
 
 
 class OpenAIMount:

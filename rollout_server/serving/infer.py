@@ -32,7 +32,6 @@ from rollout_server.engines.engine_protocol import (
     Load,
     Prompt,
     PromptMessage,
-    PromptRefused,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
 from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
@@ -200,7 +199,7 @@ class Rollouts:
         require_weights(call, engines[0].weights_version)
         running = _RunningCall(call, config, record, Renderers(engines))
         with record.phase("prepare"):
-            self._check_sampling(engines[0], config)
+            engines[0].check_sampling(config)
             conversations = await all_or_cancel(
                 self._read(running, i, request) for i, request in enumerate(call.infer_requests)
             )
@@ -216,12 +215,6 @@ class Rollouts:
             require_weights(call, *envelope.coordexp.weights_version)
         record.add_answers(envelopes)
         return envelopes
-
-    def _check_sampling(self, engine: Engine, config: wire.RequestConfig) -> None:
-        try:
-            engine.check_sampling(config)
-        except PromptRefused as error:
-            raise refusal("invalid-request", str(error), "request_config") from error
 
     async def _read(
         self, running: _RunningCall, index: int, request: wire.RolloutInferRequest
@@ -242,13 +235,13 @@ class Rollouts:
         try:
             with running.record.phase("prepare"):
                 prompt = await self._prompts.render(conversation, running.renderers, running.record)
+            if running.faults:
+                return None
+            with running.record.phase("generate"):
+                return await running.unless_refused(self._roll_out(running, index, prompt))
         except BadRequest as fault:
             running.refuse(index, fault)
             return None
-        if running.faults:
-            return None
-        with running.record.phase("generate"):
-            return await running.unless_refused(self._roll_out(running, index, prompt))
 
     async def _roll_out(
         self, running: _RunningCall, index: int, prompt: Prompt
@@ -266,9 +259,6 @@ class Rollouts:
                 completions = await engine.generate(
                     prompt, config, seed, max_tokens, request_id, turn
                 )
-        except PromptRefused as error:
-            where = f"infer_requests[{index}]"
-            raise refusal("invalid-request", str(error), where) from error
         except (EngineDead, Aborted) as error:
             raise ended_early(engine, error) from error
         return self._envelope(prompt, completions, config, seed, request_id)

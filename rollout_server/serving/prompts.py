@@ -11,16 +11,13 @@ from rollout_server.engines.engine_protocol import (
     EngineDead,
     Prompt,
     PromptMessage,
-    PromptRefused,
 )
 from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.media import ImageSource, MediaLoader
 from rollout_server.serving.telemetry import CallRecord
 
-# Largest number of requests with decoded images at a time, over all calls.
-MOST_PREPARED = 64
-# The same for one call, so that it does not block other calls.
-MOST_PREPARED_OF_CALL = 32
+# Largest number of requests of a call that are prepared at a time, so that others are, too.
+MOST_PREPARED = 32
 # Upper bound over all languages: longer text cannot fit into the context.
 CHARACTERS_PER_TOKEN = 16
 
@@ -41,7 +38,7 @@ class Renderers:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.max_model_len = engines[0].max_model_len
-        self.places = asyncio.Semaphore(MOST_PREPARED_OF_CALL)
+        self.places = asyncio.Semaphore(MOST_PREPARED)
         self._engines = list(engines)
 
     async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
@@ -64,7 +61,6 @@ class Prompts:
 
     def __init__(self, media: MediaLoader) -> None:
         self._media = media
-        self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
     async def check(self, conversation: Conversation, max_model_len: int) -> None:
         """Raise BadRequest for text that cannot fit, and as `MediaLoader.check`."""
@@ -87,14 +83,8 @@ class Prompts:
         """
         record.images += len(conversation.sources)
         try:
-            async with (
-                renderers.places,
-                self._preparing,
-                self._media.load(conversation.sources) as images,
-            ):
+            async with renderers.places, self._media.load(conversation.sources) as images:
                 prompt = await renderers.render(conversation.messages, images)
-        except PromptRefused as error:
-            raise BadRequest("messages", str(error)) from error
         except (MemoryError, TimeoutError) as error:
             found = "memory" if isinstance(error, MemoryError) else "time"
             detail = f"it ran out of {found} while it prepared a request; try again"

@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from learner.config.rollout_matching import DecodingConfig
-from rollout_server.engines.engine_protocol import PromptRefused
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
 from rollout_server.settings.run_config import LORA_RANKS
+from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -140,5 +140,5 @@ def test_bounds_are_those_of_vllm(
 
 @pytest.mark.req("WIRE-05")
 def test_combination_that_vllm_refuses_is_refused(engine_args: Any) -> None:
-    with pytest.raises(PromptRefused, match="greedy"):
+    with pytest.raises(ProblemError, match="greedy"):
         params(engine_args, n=2, temperature=0.0)

@@ -14,12 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.replicas import Replicas
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.errors import Problem, ProblemError
+from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import app_of, served_app
@@ -166,7 +165,7 @@ class UnpreparedEngine(ScriptedEngine):
 @pytest.mark.parametrize(
     ("fault", "error", "found"),
     [
-        (GuardInactive("no processor"), GuardInactive, "no processor"),
+        (ContractError("a", "no processor", "b"), ContractError, "no processor"),
         (None, TimeoutError, "replica 1: its engine is being prepared for over"),
     ],
 )

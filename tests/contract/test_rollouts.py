@@ -17,8 +17,8 @@ from rollout_server.engines.engine_protocol import (
     Load,
     Prompt,
     PromptMessage,
-    PromptRefused,
 )
+from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.infer import (
     Rollouts,
     charged,
@@ -72,12 +72,12 @@ class EchoEngine(ScriptedEngine):
             await asyncio.sleep(0)
             self.rendered.append(text)
             if "!" in text:
-                raise PromptRefused("the template cannot take '!'")
+                raise BadRequest("messages", "the template cannot take '!'")
             return Prompt(None, [ord(letter) for letter in text])
 
     def check_sampling(self, config: RequestConfig) -> None:
         if config.temperature == 2.0:
-            raise PromptRefused("too hot")
+            raise refusal("invalid-request", "too hot", "request_config")
 
     async def generate(
         self,

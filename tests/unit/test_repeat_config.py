@@ -9,7 +9,6 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from learner.models.toy import make_toy_tokenizer
-from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.engines.vllm.repeat_processor import active_sentinel, choose_sentinel
 from rollout_server.settings.options import ServerSettings
@@ -129,5 +128,5 @@ def test_a_guard_is_active_if_every_worker_of_the_engine_has_it(
 ) -> None:
     good = {"config": CONFIG.model_dump(), "sentinel": 7}
     assert active_sentinel(CONFIG, [good, good]) == 7
-    with pytest.raises(GuardInactive, match=found):
+    with pytest.raises(ContractError, match=found):
         active_sentinel(CONFIG, [good, report])

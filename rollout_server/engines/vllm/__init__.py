@@ -3,13 +3,11 @@
 This module imports no vLLM: it has the environment variables for vLLM, each with its reason.
 """
 
-import os
-
 from rollout_server.engines.engine_protocol import Engine
 from rollout_server.runtime.logs import JSON_LOGGING_FILE
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import repeat_environment
-from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
+from shared_contracts.machine import CUDA_VISIBLE
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
@@ -64,17 +62,10 @@ def _cpu(settings: ServerSettings) -> dict[str, str]:
 
 
 def _gpu(settings: ServerSettings) -> dict[str, str]:
-    if CUDA_VISIBLE not in os.environ or settings.distributed_executor_backend == "ray":
+    if settings.distributed_executor_backend == "ray":
         return {}
-    visible = visible_gpus(os.environ)
-    if not visible:  # the driver does not list its GPUs
-        return {}
-    return {
-        # CUDA accepts UUID prefixes and blanks; vLLM accepts only ids and whole UUIDs. Ids are the
-        # same for both: `run_program` sets CUDA_DEVICE_ORDER, and `check_gpus` requires that each
-        # GPU's id is its index in this list.
-        CUDA_VISIBLE: ",".join(map(str, visible)),
-    }
+    # vLLM's ids are indices into this list; `check_gpus` has compared them with the machine's.
+    return {CUDA_VISIBLE: ",".join(map(str, range(max(settings.gpus) + 1)))}
 
 
 def build(settings: ServerSettings, index: int) -> Engine:

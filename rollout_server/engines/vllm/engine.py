@@ -37,12 +37,12 @@ from rollout_server.engines.engine_protocol import (
     Load,
     Prompt,
     PromptMessage,
-    PromptRefused,
     WeightPhaseFailed,
 )
 from rollout_server.engines.vllm.arguments import engine_args
 from rollout_server.engines.vllm.repeat_processor import active_sentinel
 from rollout_server.runtime.concurrency import cancel_when
+from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
@@ -55,7 +55,7 @@ def sampling_params(
     """Return all sampling parameters, so that none comes from the checkpoint.
 
     sentinel: stop id of the repeat guard.
-    Raises PromptRefused for a combination that vLLM does not support.
+    Raises the `invalid-request` problem for a combination that vLLM does not support.
     """
     try:
         return SamplingParams(
@@ -80,7 +80,7 @@ def sampling_params(
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except (VLLMClientError, ValueError) as error:
-        raise PromptRefused(str(error)) from error
+        raise refusal("invalid-request", str(error), "request_config") from error
 
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class VllmEngine:
         try:
             _, inputs = await self._reached(rendered)
         except (VLLMClientError, ValueError) as error:
-            raise PromptRefused(str(error)) from error
+            raise BadRequest("messages", str(error)) from error
         return Prompt(inputs[0], list(inputs[0]["prompt_token_ids"]))
 
     @cached_property
@@ -162,10 +162,11 @@ class VllmEngine:
         return [str(token) for token in added if token.special]
 
     def _refuse_control_tokens(self, messages: list[PromptMessage]) -> None:
-        """Raise PromptRefused for text that would be encoded as a control token."""
+        """Raise BadRequest for text that would be encoded as a control token."""
         text = "\n".join(part or "" for message in messages for part in message.parts)
         if found := [token for token in self._control_tokens if token in text]:
-            raise PromptRefused(f"the text spells out {found[0]}, which the chat template writes")
+            text = f"the text spells out {found[0]}, which the chat template writes"
+            raise BadRequest("messages", text)
 
     def check_sampling(self, config: RequestConfig) -> None:
         sampling_params(config, config.seed, max_tokens=1)
@@ -366,11 +367,11 @@ def _lora(adapter: Adapter, *, load_inplace: bool = False) -> LoRARequest:
 
 
 async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """Return the one output of a FINAL_ONLY call. Raises PromptRefused."""
+    """Return the one output of a FINAL_ONLY call. Raises BadRequest."""
     try:
         (final,) = [output async for output in outputs]
     except VLLMClientError as error:
-        raise PromptRefused(str(error)) from error
+        raise BadRequest("messages", str(error)) from error
     return final
 
 

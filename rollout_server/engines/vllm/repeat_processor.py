@@ -23,8 +23,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from rollout_server.engines.engine_protocol import GuardInactive
-from rollout_server.settings.repeat_config import repeat_config_from_environment
+from rollout_server.settings.repeat_config import ACTIVATION, repeat_config_from_environment
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
@@ -165,7 +164,7 @@ class RepeatReport:
 
 
 def active_sentinel(config: RepeatTerminateConfig, reports: Sequence[dict[str, Any] | None]) -> int:
-    """Return the sentinel of an engine. Raises GuardInactive unless all its workers use `config`.
+    """Return the sentinel of an engine. Raises ContractError unless all its workers use `config`.
 
     reports: results of `RepeatReport.repeat_guard`, one per worker.
     """
@@ -183,5 +182,6 @@ def active_sentinel(config: RepeatTerminateConfig, reports: Sequence[dict[str, A
     return int(sentinel)
 
 
-def _inactive(found: str) -> GuardInactive:
-    return GuardInactive(f"it is enabled, and the guard does not work in the engine: {found}")
+def _inactive(found: str) -> ContractError:
+    text = f"it is enabled, and the guard does not work in the engine: {found}"
+    return ContractError("repeat_terminate", text, ACTIVATION)
