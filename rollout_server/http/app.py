@@ -166,7 +166,7 @@ def _add_reads(calls: APIRouter, pool: Pool) -> None:
     @calls.get("/metrics/", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Return counters, seconds and gauges in Prometheus' text format."""
-        return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(pool.metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:

@@ -21,10 +21,11 @@ from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.prompts import Prompts
 from rollout_server.serving.replicas import Replicas, not_serving
-from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
+from rollout_server.serving.telemetry import CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
 from rollout_server.weights.manifest import checkpoint_parameters
 from rollout_server.weights.pushes import Pushes
+from shared_contracts.errors import ProblemError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.machine import installed_versions, query_gpu_use, uuids_of
 from shared_contracts.server_info import (
@@ -78,7 +79,6 @@ class Pool:
         self._rollouts = Rollouts(
             self.serving, str(settings.checkpoint), prompts, lambda: self.server_epoch
         )
-        self.telemetry.watch(self)
         self._started = False
         self._gpu_uuids: list[str] = []
         self._stopping = asyncio.Event()
@@ -180,17 +180,14 @@ class Pool:
     def weights_status(self) -> WeightStatus:
         return self._weights.status
 
-    def loads(self) -> list[ReplicaLoad]:
-        """Return the sequences of each live replica; it decodes at most `max_num_seqs` at once."""
-        most = self.settings.max_num_seqs
-        return [
-            ReplicaLoad(
-                index=engine.index,
-                running=min(engine.load.sequences, most),
-                waiting=max(engine.load.sequences - most, 0),
-            )
-            for engine in self._replicas.alive()
-        ]
+    def metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        try:
+            is_ready = bool(self.health())
+        except ProblemError:
+            is_ready = False
+        sequences = {engine.index: engine.load.sequences for engine in self._replicas.alive()}
+        return self.telemetry.exposition(self.info(), is_ready, sequences)
 
     # --- replicas
 

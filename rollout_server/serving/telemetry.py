@@ -1,23 +1,20 @@
 """Prometheus metrics of a server (`GET /metrics/`).
 
-Calls update the counters; a scrape reads the gauges from the server.
+Calls update the counters; a scrape sets the gauges.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
-from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RolloutEnvelope
-from shared_contracts.server_info import Health, ReplicaState, ReplicaStatus
-from shared_contracts.weights import SyncReport, WeightState, WeightStatus
+from shared_contracts.server_info import Info, ReplicaState
+from shared_contracts.weights import SyncReport, WeightState
 
 # wait       for the end of a weight update
 # prepare    images, chat template, tokens
@@ -103,24 +100,6 @@ class CallRecord:
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-@dataclass(frozen=True)
-class ReplicaLoad:
-    """Sequences of one replica: running (being decoded) and waiting."""
-
-    index: int
-    running: int
-    waiting: int
-
-
-class Watched(Protocol):
-    """The source of the gauges (see `pool.Pool`)."""
-
-    def health(self) -> Health: ...
-    def replica_statuses(self) -> list[ReplicaStatus]: ...
-    def weights_status(self) -> WeightStatus: ...
-    def loads(self) -> list[ReplicaLoad]: ...
-
-
 class Telemetry:
     """The metrics of one server."""
 
@@ -159,10 +138,20 @@ class Telemetry:
             "rollout_weight_push_seconds", "Seconds of finished weight pushes by phase.", ["phase"]
         )
         self._push_bytes = counter("rollout_weight_push_bytes", "Bytes of them, for one replica.")
-
-    def watch(self, server: Watched) -> None:
-        """Read the gauges from `server` at every scrape."""
-        self.registry.register(_Gauges(server))
+        replica, state = ["replica"], ["state"]
+        self._ready = gauge("rollout_ready", "1 while /health/ answers 200.")
+        self._running = gauge("rollout_running_sequences", "Sequences being decoded.", replica)
+        self._waiting = gauge(
+            "rollout_waiting_sequences", "Sequences waiting to be decoded.", replica
+        )
+        self._restarts = gauge(
+            "rollout_replica_restarts", "Times the engine was built again.", replica
+        )
+        self._replica_state = gauge(
+            "rollout_replica_state", "1 for the state it is in.", [*replica, *state]
+        )
+        self._version = gauge("rollout_weights_version", "Of the weights served.")
+        self._weights_state = gauge("rollout_weights_state", "1 for the state they are in.", state)
 
     def count_call(self, record: CallRecord) -> None:
         """Count a finished call, with the kind of its problem."""
@@ -187,45 +176,22 @@ class Telemetry:
         for phase, seconds in report.seconds.items():
             self._push_seconds.labels(phase).observe(seconds)
 
-    def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def exposition(self, info: Info, is_ready: bool, sequences: Mapping[int, int]) -> bytes:
+        """Return all metrics in Prometheus' text format.
 
-
-class _Gauges(Collector):
-    def __init__(self, server: Watched) -> None:
-        self._server = server
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        gauge, server = GaugeMetricFamily, self._server
-        yield gauge("rollout_ready", "1 while /health/ answers 200.", float(self._ready()))
-        replica, per_state = ["replica"], ["replica", "state"]
-        running = gauge("rollout_running_sequences", "Sequences being decoded.", labels=replica)
-        waiting = gauge(
-            "rollout_waiting_sequences", "Sequences waiting to be decoded.", labels=replica
-        )
-        for load in server.loads():
-            running.add_metric([str(load.index)], load.running)
-            waiting.add_metric([str(load.index)], load.waiting)
-        restarts = gauge(
-            "rollout_replica_restarts", "Times the engine was built again.", labels=replica
-        )
-        state = gauge("rollout_replica_state", "1 for the state it is in.", labels=per_state)
-        for status in server.replica_statuses():
-            restarts.add_metric([str(status.index)], status.restarts)
-            for name in get_args(ReplicaState):
-                state.add_metric([str(status.index), name], float(status.state == name))
-        yield from (running, waiting, restarts, state)
-        weights = server.weights_status()
-        yield gauge("rollout_weights_version", "Of the weights served.", weights.weights_version)
-        state = gauge("rollout_weights_state", "1 for the state they are in.", labels=["state"])
+        sequences: outstanding ones of each live replica, which decodes `max_num_seqs` at once.
+        """
+        self._ready.set(is_ready)
+        self._version.set(info.weights_version)
         for name in get_args(WeightState):
-            state.add_metric([name], float(weights.state == name))
-        yield state
-
-    def _ready(self) -> bool:
-        try:
-            self._server.health()
-        except ProblemError:
-            return False
-        return True
+            self._weights_state.labels(name).set(info.weights_state == name)
+        for gauge in (self._running, self._waiting):
+            gauge.clear()
+        for index, number in sequences.items():
+            self._running.labels(index).set(min(number, info.max_num_seqs))
+            self._waiting.labels(index).set(max(number - info.max_num_seqs, 0))
+        for replica in info.replicas:
+            self._restarts.labels(replica.index).set(replica.restarts)
+            for name in get_args(ReplicaState):
+                self._replica_state.labels(replica.index, name).set(replica.state == name)
+        return generate_latest(self.registry)

@@ -2,20 +2,14 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner.models.toy import make_model
+from learner.models.toy import ToyFamily, make_model
 from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.preflight import (
-    check_media,
-    check_settings,
-    check_unused,
-    fit_gpus,
-)
+from rollout_server.settings.preflight import check_settings, check_unused, fit_gpus
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import (
     IDLE_MIB,
@@ -32,10 +26,6 @@ FIRST = "GPU-8f6d2c1e-0b5a-4a64-9f0e-3d1f6f8f1a11"
 SECOND = "GPU-1c9e7b52-7d3f-4b8c-8a55-6c2f0e9d4b22"
 GPUS = f"0, {FIRST}, 4, 81559\n1, {SECOND}, 41984, 81559\n"
 PROCESSES = f"{SECOND}, 4242, /usr/bin/python3, 40960\n"
-
-
-def settings(**options: Any) -> ServerSettings:
-    return ServerSettings(model=Path("/m"), device="cpu", **options)
 
 
 def refused(gpus: list[int], use: GpuUse) -> ContractError:
@@ -175,49 +165,31 @@ def test_the_fraction_leaves_room_for_a_push_unless_it_is_stated(of_4b: Path) ->
 # --- the rest
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A directory that passes for a checkpoint until it is loaded."""
-    (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
-    (tmp_path / "model.safetensors").touch()
-    return tmp_path
+CPU = {"device": "cpu"}
 
 
-@pytest.mark.req("SRV-04")
-def test_ray_must_be_installed_to_be_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = ServerSettings(model=model, distributed_executor_backend="ray")
+@pytest.mark.req("SRV-04", "SRV-06", "FAM-01")
+@pytest.mark.parametrize(
+    ("family", "options", "where"),
+    [
+        ("qwen3_vl", {"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
+        ("qwen3_5", CPU, "dtype"),
+        ("qwen3_5", CPU | {"dtype": "bfloat16"}, "enable_prefix_caching"),
+        ("qwen3_vl_moe", CPU | {"enable_lora": True}, "enable_lora"),
+        ("qwen3_vl", CPU | {"allowed_media_dirs": (Path("/gone"),)}, "allowed_media_dirs"),
+        ("qwen3_vl", CPU | {"host": "0.0.0.0"}, "--host"),
+    ],
+)
+def test_what_the_machine_or_the_model_cannot_do_is_refused(
+    family: ToyFamily,
+    options: dict[str, Any],
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray is not installed. test_auth.py has the faults of a token."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ContractError, match="ray is not installed"):
-        check_settings(ray)
-
-
-@pytest.mark.req("SRV-04", "FAM-01")
-def test_linear_attention_on_a_cpu_needs_bfloat16_and_no_prefix_caching(tmp_path: Path) -> None:
-    make_model(tmp_path / "toy", seed=0, family="qwen3_5")
-    of_toy = partial(ServerSettings, model=tmp_path / "toy", device="cpu")
-    for toy, where in [(of_toy(), "dtype"), (of_toy(dtype="bfloat16"), "enable_prefix_caching")]:
-        with pytest.raises(ContractError) as error:
-            check_settings(toy)
-        assert error.value.where == where
-    check_settings(of_toy(dtype="bfloat16", enable_prefix_caching=False))
-
-
-@pytest.mark.req("SRV-04", "FAM-01")
-def test_experts_with_adapters_on_a_cpu_are_refused(tmp_path: Path) -> None:
-    make_model(tmp_path / "toy", seed=0, family="qwen3_vl_moe")
-    with pytest.raises(ContractError, match="enable_lora: the model has experts"):
-        check_settings(ServerSettings(model=tmp_path / "toy", device="cpu", enable_lora=True))
-
-
-@pytest.mark.req("SRV-04")
-def test_a_missing_folder_of_images_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0, family=family)
     with pytest.raises(ContractError) as error:
-        check_media(settings(allowed_media_dirs=(tmp_path / "gone",)))
-    assert error.value.where == "allowed_media_dirs"
-
-
-@pytest.mark.req("SRV-04", "SRV-06")
-def test_an_address_for_all_without_a_token_is_refused(model: Path) -> None:
-    """test_auth.py has the other faults of a token."""
-    with pytest.raises(ContractError, match="there is no token"):
-        check_settings(ServerSettings(model=model, device="cpu", host="0.0.0.0"))
+        check_settings(ServerSettings(model=tmp_path / "toy", **options))
+    assert error.value.where == where

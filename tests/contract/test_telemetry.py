@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.http.access_log import COUNTS, log_call
 from rollout_server.http.app import create_app
-from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
-from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
+from rollout_server.serving.telemetry import CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, ReplicaStatus
-from shared_contracts.weights import WeightStatus
+from shared_contracts.server_info import ReplicaStatus
 
 SECRET = "do-not-log-this"
 SETTINGS = ServerSettings(model=Path("/m"), device="cpu", replicas=2)
@@ -53,37 +50,12 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
 # --- metrics
 
 
-@dataclass
-class ScriptedServer:
-    ready: bool = True
-    state: Any = "READY"
-    replicas: list[ReplicaStatus] = field(
-        default_factory=lambda: [
-            ReplicaStatus(index=0, state="serving", detail="", heartbeat_age_s=0.1, restarts=0),
-            ReplicaStatus(index=1, state="dead", detail="gone", heartbeat_age_s=None, restarts=2),
-        ]
-    )
-
-    def health(self) -> Health:
-        if not self.ready:
-            raise refusal("not-ready", "replica 1 is dead", "replicas[1]")
-        return Health(state="READY", weights_version=7, server_epoch="e", replicas=self.replicas)
-
-    def replica_statuses(self) -> list[ReplicaStatus]:
-        return self.replicas
-
-    def weights_status(self) -> WeightStatus:
-        return WeightStatus(state=self.state, weights_version=7, server_epoch="e")
-
-    def loads(self) -> list[ReplicaLoad]:
-        return [ReplicaLoad(index=0, running=64, waiting=8)]
-
-
 @pytest.mark.req("WIRE-06")
 def test_gauges_show_the_current_state_of_the_server() -> None:
-    server, telemetry = ScriptedServer(), Telemetry()
-    telemetry.watch(server)
-    found = samples(telemetry.exposition().decode())
+    telemetry = Telemetry()
+    dead = ReplicaStatus(index=1, state="dead", detail="gone", heartbeat_age_s=None, restarts=2)
+    info = Pool(SETTINGS).info().model_copy(update={"weights_version": 7, "replicas": [dead]})
+    found = samples(telemetry.exposition(info, True, {0: 72}).decode())
     assert found["rollout_ready"] == 1
     assert found["rollout_running_sequences{replica=0}"] == 64
     assert found["rollout_waiting_sequences{replica=0}"] == 8
@@ -91,11 +63,12 @@ def test_gauges_show_the_current_state_of_the_server() -> None:
     assert found["rollout_replica_restarts{replica=1}"] == 2
     assert found["rollout_weights_version"] == 7
     assert found["rollout_weights_state{state=READY}"] == 1
-    server.ready, server.state = False, "PUSH_NEEDED"
-    found = samples(telemetry.exposition().decode())
+    broken = info.model_copy(update={"weights_state": "PUSH_NEEDED"})
+    found = samples(telemetry.exposition(broken, False, {}).decode())
     assert found["rollout_ready"] == 0
     assert found["rollout_weights_state{state=PUSH_NEEDED}"] == 1
     assert found["rollout_weights_state{state=READY}"] == 0
+    assert "rollout_running_sequences{replica=0}" not in found
 
 
 def test_nested_seconds_of_one_phase_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
