@@ -203,7 +203,8 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         body, record.repeated = await cancel_when(_disconnect(request), answer, ClientDisconnect())
         if not (envelope and rollout_envelope):
             lines = body[1:-1].split(SEPARATOR) if len(body) > len(b"[]") else []
-            body = await _json_lines(map(_without_envelope, lines))
+            envelopes = map(RolloutEnvelope.model_validate_json, lines)
+            body = await _json_lines(each.response.model_dump_json() for each in envelopes)
         return Response(body, media_type="application/json")
 
 
@@ -217,10 +218,6 @@ async def _json_lines(answers: Iterable[str]) -> bytes:
     """Return a JSON list with one answer per line; other tasks run between pieces."""
     lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
     return b"[" + SEPARATOR.join(lines) + b"]"
-
-
-def _without_envelope(line: bytes) -> str:
-    return RolloutEnvelope.model_validate_json(line).response.model_dump_json()
 
 
 def _add_pushes(calls: APIRouter, pool: Pool) -> None:

@@ -4,16 +4,14 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 import httpx
 import pytest
 
+from rollout_server.serve import print_failure
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.replicas import Replicas
 from rollout_server.serving.telemetry import CallRecord
@@ -204,33 +202,12 @@ def test_a_rebuild_that_stands_still_is_killed_and_tried_again() -> None:
     assert stopped.process.exitcode == -signal.SIGKILL
 
 
-STALLED_SERVER = """
-from pathlib import Path
-from rollout_server import serve
-from rollout_server.serving.pool import Pool
-from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.preflight import bind
-from tests.contract.test_replica_watch import StoppedProcess
-
-if __name__ == "__main__":
-    serve.Pool = lambda settings: Pool(settings, lambda *_: StoppedProcess()())
-    settings = ServerSettings(model=Path("/m"), device="cpu", start_seconds=0.1)
-    serve.serve(settings, bind("127.0.0.1", 0))
-"""
-
-
 @pytest.mark.req("SRV-04")
-def test_a_start_that_stands_still_ends_the_server_with_the_reason(tmp_path: Path) -> None:
-    program = tmp_path / "stalled_server.py"
-    program.write_text(STALLED_SERVER)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 1, done.stderr
-    message = done.stderr.splitlines()[-1]
-    assert message.startswith("error: an engine could not start with /m")
-    assert "replica 0: its engine is being built for over 0.1 s (--start-seconds)" in message
+def test_a_failed_start_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    late = TimeoutError("replica 0: its engine is being built for over 0.1 s (--start-seconds)")
+    assert print_failure(late, settings()) == 1
+    expected = f"error: an engine could not start with /m; its log is above ({late})\n"
+    assert capsys.readouterr().err == expected
 
 
 # --- probes and calls of the pool

@@ -142,8 +142,11 @@ class VllmEngine:
         self._given_up.set()
 
     async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
-        """Apply the model's chat template and processor."""
-        self._refuse_control_tokens(messages)
+        """Apply the model's chat template and processor; control tokens in a text are refused."""
+        text = "\n".join(part or "" for message in messages for part in message.parts)
+        if found := [token for token in self._control_tokens if token in text]:
+            refused = f"the text spells out {found[0]}, which the chat template writes"
+            raise BadRequest("messages", refused)
         if self._given_up.is_set():
             raise EngineDead(f"replica {self.index} is dead")
         conversation = _vllm_messages(messages, images)
@@ -160,13 +163,6 @@ class VllmEngine:
         tokenizer: Any = self._llm.get_tokenizer()  # of transformers
         added = tokenizer.added_tokens_decoder.values()
         return [str(token) for token in added if token.special]
-
-    def _refuse_control_tokens(self, messages: list[PromptMessage]) -> None:
-        """Raise BadRequest for text that would be encoded as a control token."""
-        text = "\n".join(part or "" for message in messages for part in message.parts)
-        if found := [token for token in self._control_tokens if token in text]:
-            text = f"the text spells out {found[0]}, which the chat template writes"
-            raise BadRequest("messages", text)
 
     def check_sampling(self, config: RequestConfig) -> None:
         sampling_params(config, config.seed, max_tokens=1)
@@ -226,8 +222,10 @@ class VllmEngine:
         if not isinstance(output.stop_reason, str):
             if finish == "stop":
                 token_ids.pop()
-            text = self._decode(token_ids)
-        versions = [_version(span.version) for span in output.weight_versions or []]
+            # vLLM's text lacks incomplete characters at its end.
+            text = str(self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=False))
+        labels = [span.version for span in output.weight_versions or []]
+        versions = [FIRST_VERSION if label == "default" else int(label) for label in labels]
         if adapter is not None:  # a sequence keeps its adapter while a newer one is loaded
             versions = [adapter.version]
         return Completion(
@@ -239,11 +237,6 @@ class VllmEngine:
             weights_version=(versions[0], versions[-1]),
             logprobs=None if output.logprobs is None else _logprobs(output, len(token_ids)),
         )
-
-    def _decode(self, token_ids: list[int]) -> str:
-        """Return the whole text; vLLM's text lacks incomplete characters at its end."""
-        tokenizer = self._llm.get_tokenizer()
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def pause(self) -> None:
         await self._reached(self._llm.pause_generation(mode="wait", clear_cache=True))
@@ -395,8 +388,3 @@ def _logprobs(output: CompletionOutput, length: int) -> list[float]:
     """Return the log-probabilities of the first `length` tokens, in nats."""
     logprobs: Any = output.logprobs
     return [logprobs[place][output.token_ids[place]].logprob for place in range(length)]
-
-
-def _version(label: str) -> int:
-    """Return a weights version; vLLM's initial label is "default"."""
-    return FIRST_VERSION if label == "default" else int(label)

@@ -225,7 +225,11 @@ class SharedMemoryReceiver(Receiver):
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Yield a uint8 tensor of each size; rank 0 fills the next slot meanwhile."""
         left = _countdown(self._timeout_s)
-        shared = self._receive_description(left)
+        length = int(self._broadcast(torch.empty(1, dtype=torch.int64), left))
+        if not 0 < length <= _MOST_JSON:
+            raise RuntimeError(f"{length} bytes cannot describe the learner's memory")
+        text = self._broadcast(torch.empty(length, dtype=torch.uint8), left)
+        shared = SharedMemory.model_validate_json(bytes(text.tolist()))
         slots = mapped(shared).split(shared.slot_bytes)
         for number, size in enumerate(sizes):
             self._broadcast(torch.empty(1, dtype=torch.uint8), left)
@@ -235,13 +239,6 @@ class SharedMemoryReceiver(Receiver):
             self._group.set_timeout(left())
             self._group.barrier().wait(left())
             yield data
-
-    def _receive_description(self, left: Callable[[], timedelta]) -> SharedMemory:
-        length = int(self._broadcast(torch.empty(1, dtype=torch.int64), left))
-        if not 0 < length <= _MOST_JSON:
-            raise RuntimeError(f"{length} bytes cannot describe the learner's memory")
-        text = self._broadcast(torch.empty(length, dtype=torch.uint8), left)
-        return SharedMemory.model_validate_json(bytes(text.tolist()))
 
     def _broadcast(self, tensor: Tensor, left: Callable[[], timedelta]) -> Tensor:
         self._group.set_timeout(left())
