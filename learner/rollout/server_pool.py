@@ -8,6 +8,7 @@
       chunk -> _split  a part for every usable server
             -> _send   each server gets calls for its parts while it has free places
             -> _take   an answer; or a lost server, whose parts are split among the others
+      While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free places.
 
 All learner processes call the servers. Process 0 alone pushes, and the others adopt its report of
 every server (SYNC-08).

@@ -1,9 +1,11 @@
 """A `ServerPool` over scripted servers, with a clock that its pauses advance."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
@@ -36,21 +38,29 @@ class PausedClock(Clock):
         self.now += seconds
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Fleet:
-    """A connected backend over scripted servers."""
+    """One learner process with its backend over scripted servers.
+
+    first: the number of its first request; answers have the numbers of their requests.
+    """
 
     rollouts: list[ScriptedRollouts]
     pushers: list[ScriptedPusher]
     journal: Journal
-    clock: PausedClock
     backend: ServerPool
+    clock: PausedClock = field(default_factory=PausedClock)
+    first: int = 0
 
-    def ask(self, count: int, version: int | None = 1) -> list[RolloutOutput]:
-        """Roll out, and compare every output with its request."""
-        outputs = self.backend.rollout(requests(count), RequestConfig(seed=SEED, max_tokens=4))
-        assert [output.response_token_ids for output in outputs] == [[i] for i in range(count)]
-        assert [output.seed for output in outputs] == [SEED + i for i in range(count)]
+    def ask(self, count: int, version: int | None = 1, how: str = "rollout") -> list[RolloutOutput]:
+        """Roll out by the method `how`, and compare every output with its request."""
+        numbers = range(self.first, self.first + count)
+        config = RequestConfig(seed=SEED + self.first, max_tokens=4)
+        outputs: list[Any] = list(getattr(self.backend, how)(requests(numbers), config))
+        if how == "stream":
+            outputs = list(chain.from_iterable(outputs))
+        assert [output.response_token_ids for output in outputs] == [[n] for n in numbers]
+        assert [output.seed for output in outputs] == [SEED + n for n in numbers]
         if version is not None:
             assert {output.weights_version for output in outputs} <= {(version, version)}
         return outputs
@@ -64,8 +74,8 @@ class Fleet:
         return [pusher.pushed for pusher in self.pushers]
 
 
-def requests(count: int) -> list[RolloutInferRequest]:
-    samples = [Sample(str(i), (), 64, 64, ()) for i in range(count)]
+def requests(numbers: Iterable[int]) -> list[RolloutInferRequest]:
+    samples = [Sample(str(number), (), 64, 64, ()) for number in numbers]
     return [build_request(sample, "Detect.", None) for sample in samples]
 
 
@@ -77,14 +87,22 @@ def differences(url: str, info: Info) -> list[ContractError]:
 
 
 @contextmanager
+def scripted_rollouts(sizes: Sequence[int]) -> Iterator[list[ScriptedRollouts]]:
+    """Running servers, of these world sizes."""
+    with ExitStack() as stack:
+        yield [S(stack.enter_context(scripted_server()), size) for size in sizes]
+
+
+@contextmanager
 def fleet(
     servers: int, decode_batch_size: int = 100, world_sizes: Sequence[int] | None = None
 ) -> Iterator[Fleet]:
     """A backend over new servers, connected, with weights 1 pushed."""
-    with ExitStack() as stack:
-        sizes = world_sizes or [1] * servers
-        running = [S(stack.enter_context(scripted_server()), size) for size in sizes]
-        yield stack.enter_context(fleet_of(running, decode_batch_size))
+    with (
+        scripted_rollouts(world_sizes or [1] * servers) as running,
+        fleet_of(running, decode_batch_size) as run,
+    ):
+        yield run
 
 
 @contextmanager
@@ -107,7 +125,9 @@ def fleet_of(
     backend.push_weights(1)
     journal.take()
     try:
-        yield Fleet(rollouts, pushers, journal, clock, backend)
+        yield Fleet(
+            rollouts=rollouts, pushers=pushers, journal=journal, backend=backend, clock=clock
+        )
     finally:
         backend.close()
 

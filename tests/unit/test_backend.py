@@ -58,7 +58,7 @@ def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
 def test_world_size_is_asked_once_and_every_call_has_its_own_id() -> None:
     with fleet(2, decode_batch_size=1) as run:
         run.ask(4)
-        run.backend.rollout(requests(2), RequestConfig())
+        run.backend.rollout(requests(range(2)), RequestConfig())
         sent = [body for one in run.rollouts for body in one.server.bodies(INFER)]
         looks = [len(one.server.bodies("GET /get_world_size/")) for one in run.rollouts]
     assert looks == [1, 1]
@@ -75,7 +75,7 @@ def test_output_has_the_fields_of_its_own_choice(ended: list[int], own_choice: b
         made = envelope([5, 6], [1, 2, 3], seed=9, text="{}", n=3)
         stamp = {"repeat_terminated_choices": ended, "repeat_terminate_triggered": int(bool(ended))}
         run.rollouts[0].server.routes[INFER] = lambda _: [stamped(run, made, **stamp)]
-        (output,) = run.backend.rollout(requests(1), RequestConfig(seed=9, n=3))
+        (output,) = run.backend.rollout(requests(range(1)), RequestConfig(seed=9, n=3))
     assert output == RolloutOutput(
         prompt_token_ids=[1, 2, 3],
         response_token_ids=[5, 6],

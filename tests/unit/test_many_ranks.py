@@ -5,7 +5,7 @@ Each process has its own backend, and process 0 alone pushes.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import pytest
 from torch.distributed import HashStore
 
-from learner.data.jsonl import build_request
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
@@ -29,18 +28,17 @@ from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
 from learner.rollout.sync.weights import MergedWeights, SyncMode
-from learner.types import RolloutOutput, Sample
+from learner.types import Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
 from shared_contracts.infer import (
     ChoiceLogprobs,
     InferCall,
     RequestConfig,
     RolloutEnvelope,
-    RolloutInferRequest,
 )
 from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
-from tests.unit.fleets import S, differences, wait_until
+from tests.unit.fleets import Fleet, S, differences, scripted_rollouts, wait_until
 from tests.unit.push_worker import Weights, Worker
 from tests.unit.ranks_in_threads import gloo_groups, in_ranks, keep
 from tests.unit.scripted_server import (
@@ -89,41 +87,18 @@ class LossJournal(Journal):
         self.has_lost.set()
 
 
-@dataclass
-class Rank:
-    """One learner process. Its requests are numbered from `first`, and so are the answers."""
+@dataclass(kw_only=True)
+class Rank(Fleet):
+    """One learner process."""
 
-    peers: CountedPeers
-    backend: ServerPool
     journal: LossJournal
-
-    @property
-    def first(self) -> int:
-        return 1000 * self.peers.rank
-
-    def ask(self, count: int, version: int = 1, how: str = "rollout") -> None:
-        """Roll out, and compare every output with its request."""
-        rollout = {
-            "rollout": self.backend.rollout,
-            "stream": self._stream,
-            "beside training": self.backend.rollout_asynchronous,
-        }[how]
-        numbers = range(self.first, self.first + count)
-        samples = [Sample(str(number), (), 64, 64, ()) for number in numbers]
-        requests = [build_request(sample, "Detect.", None) for sample in samples]
-        outputs = rollout(requests, RequestConfig(seed=7 + self.first, max_tokens=4))
-        assert [output.response_token_ids for output in outputs] == [[n] for n in numbers]
-        assert [output.seed for output in outputs] == [7 + number for number in numbers]
-        assert {output.weights_version for output in outputs} == {(version, version)}
-
-    def _stream(
-        self, requests: Sequence[RolloutInferRequest], config: RequestConfig
-    ) -> list[RolloutOutput]:
-        return [o for chunk in self.backend.stream(requests, config) for o in chunk]
+    peers: CountedPeers
 
     def ask_and_meet(self, count: int) -> None:
         """`ask`, then wait for the others as a step does."""
-        self.peers.all_gather(partial(self.ask, count), meanwhile=self.backend.repush_restarted)
+        self.peers.all_gather(
+            lambda: bool(self.ask(count)), meanwhile=self.backend.repush_restarted
+        )
 
     def wait_and_repush(self) -> None:
         """Send nothing; push again to restarted servers while the others send requests."""
@@ -131,9 +106,6 @@ class Rank:
 
     def meet(self) -> None:
         self.peers.all_gather(nothing)
-
-    def notes(self) -> dict[str, float]:
-        return self.journal.take()[1].metrics()
 
 
 @dataclass
@@ -166,7 +138,7 @@ class Ranks:
         return results
 
     def pushed(self) -> list[list[int]]:
-        return [pusher.pushed for pusher in self.pushers]
+        return self.ranks[0].pushed()
 
     def answered(self) -> list[int]:
         """The sorted numbers of all answered requests, repeats included."""
@@ -186,42 +158,39 @@ def ranks(
     **options: Any,
 ) -> Iterator[Ranks]:
     """options: of every backend."""
-    with ExitStack() as stack:
-        sizes = world_sizes or [1] * servers
-        rollouts = [S(stack.enter_context(scripted_server()), size) for size in sizes]
+    with scripted_rollouts(world_sizes or [1] * servers) as rollouts:
         pushers, store, made = [ScriptedPusher(one) for one in rollouts], HashStore(), []
         keep(groups := gloo_groups(store, count))
         for number in range(count):
-            ended = threading.Event()
-            end = partial(lambda ended, _: ended.set(), ended)
-            timing = Timing(beat=0.05, grace=0.1, linger=_LIMIT_S)
-            peers = CountedPeers(number, count, store, groups[number], timing, end=end)
-            clients = [
-                stack.enter_context(
-                    RolloutClient(one.server.base_url, _LIMIT_S, live_interval_s=0.05)
-                )
-                for one in rollouts
-            ]
-            journal = LossJournal()
+            clock, timing = ShortPauses(), Timing(beat=0.05, grace=0.1, linger=_LIMIT_S)
+            peers = CountedPeers(number, count, store, groups[number], timing, end=clock.end)
+            urls = [one.server.base_url for one in rollouts]
+            clients = [RolloutClient(url, _LIMIT_S, live_interval_s=0.05) for url in urls]
+            journal, own = LossJournal(), pushers if number == 0 else []
             backend = ServerPool(
-                clients,
-                pushers if number == 0 else [],
-                decode_batch_size,
-                journal,
-                differences,
-                peers,
-                clock=ShortPauses(ended),
-                **options,
+                clients, own, decode_batch_size, journal, differences, peers, clock=clock, **options
             )
-            made.append(Rank(peers, backend, journal))
+            made.append(
+                Rank(
+                    rollouts=rollouts,
+                    pushers=pushers,
+                    journal=journal,
+                    backend=backend,
+                    first=1000 * number,
+                    peers=peers,
+                )
+            )
         yield Ranks(rollouts, pushers, made)
 
 
 class ShortPauses(Clock):
-    """ended: the watch of the process has ended it."""
+    """Pauses of a process, until its watch has ended it."""
 
-    def __init__(self, ended: threading.Event) -> None:
-        self._ended = ended
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def end(self, code: int) -> None:
+        self._ended.set()
 
     def sleep(self, seconds: float) -> None:
         if self._ended.wait(min(seconds, 0.02)):
@@ -511,7 +480,7 @@ def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
             rank.ask_and_meet(4)
         else:
             rank.wait_and_repush()
-        return rank.notes()
+        return rank.notes()[1]
 
     return run.outcomes(work)
 
@@ -564,13 +533,13 @@ def test_beside_training_a_server_without_the_weights_waits_for_the_next_push(
             if rank.peers.rank == asking and needs_push:
                 run.rollouts[0].faults.append(S.restart)
                 with pytest.raises(PushNeeded, match="no rollout server has the weights"):
-                    rank.ask(4, how="beside training")
+                    rank.ask(4, how="rollout_asynchronous")
             elif rank.peers.rank == asking:
                 run.rollouts[0].faults.extend([S.hang_up] * 4)
-                rank.ask(4, how="beside training")
+                rank.ask(4, how="rollout_asynchronous")
             assert run.pushed() == [[1]]
             rank.backend.push_weights(2)
-            rank.ask(4, version=2, how="beside training")
+            rank.ask(4, version=2, how="rollout_asynchronous")
 
         run.results(work)
         assert run.pushed() == [[1, 2]]

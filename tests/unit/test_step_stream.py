@@ -175,7 +175,7 @@ def test_a_server_that_restarts_within_a_step_has_its_weights_again_before_the_e
     """Its requests are answered by the other one; after a push it takes later ones."""
     with fleet(2, decode_batch_size=2) as run:
         run.rollouts[0].faults.append(S.restart)
-        outputs = [o for chunk in run.backend.stream(requests(40), CONFIG) for o in chunk]
+        outputs = [o for chunk in run.backend.stream(requests(range(40)), CONFIG) for o in chunk]
         assert run.rollouts[0].answered, "it was taken back"
     assert ids(outputs) == list(range(40))
     assert {output.weights_version for output in outputs} == {(1, 1)}
@@ -187,7 +187,7 @@ def test_a_server_that_restarts_within_a_step_has_its_weights_again_before_the_e
 
 def test_a_closed_stream_requests_nothing_more() -> None:
     with fleet(1, decode_batch_size=2) as run:
-        with closing(run.backend.stream(requests(40), CONFIG)) as chunks:
+        with closing(run.backend.stream(requests(range(40)), CONFIG)) as chunks:
             assert ids(next(chunks)) == [0, 1]
-        run.backend.rollout(requests(1), CONFIG)  # a later call: the stream's are over
+        run.backend.rollout(requests(range(1)), CONFIG)  # a later call: the stream's are over
         assert requested(run) <= set(range(2 * (1 + CHUNKS_AHEAD)))
