@@ -57,8 +57,6 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
 _PROBE_TIMEOUT_S = 10.0
-# Between two checks of a server that is waited for.
-_LONGEST_PAUSE_S = 2.0
 # A server is gone if so many checks of `/live/` in a row fail while a call runs.
 LIVE_INTERVAL_S = 2.0
 _LIVE_TIMEOUT_S = 5.0
@@ -183,17 +181,16 @@ class RolloutClient:
         Raises:
             ContractError: it was not within `timeout_s`, or no rollout server answers.
         """
-        began, pause_s, reason = self._clock(), 0.1, ""
+        reason = ""
         with waiting_for(f"the rollout server at {self.base_url}", lambda: reason):
-            while True:
+            for waited_s in self._clock.attempts():
                 try:
-                    return self.check_pushable()
+                    self.check_pushable()
+                    return
                 except SERVER_ERRORS as error:
-                    reason, waited_s = str(error), self._clock() - began
+                    reason = str(error)
                     if not may_pass(error) or waited_s >= self.timeout_s:
                         raise self._not_pushable(error, waited_s) from error
-                self._clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def check_pushable(self) -> None:
         """Return if `/health/` answers 200, or that only a push is missing; else raise."""

@@ -59,8 +59,6 @@ Answers = list[tuple[str, DtypeName, list[str]]]
 _CHECKED_FRACTION = 6
 # Longer than any engine takes to be built again.
 LONGEST_WAIT_S = 1800.0
-# Between two checks; doubled each time.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 # Requests that fail so often, at servers that come back for a time, end the run.
 MOST_ATTEMPTS = 4 * ATTEMPTS
 
@@ -162,24 +160,22 @@ class ServerPool(RolloutBackend):
             RunError: for `timeout_s` no server was starting or needed only a push, or none came
                 back within LONGEST_WAIT_S.
         """
-        began = last_sign = self.clock()
-        pause_s = _FIRST_PAUSE_S
+        last_sign_s = 0.0
         with waiting_for("a rollout server to come back", self.reasons):
-            while not (found := find()):
-                now = self.clock()
+            for waited_s in self.clock.attempts():
+                if found := find():
+                    return found
                 if any(server.problem in ("not-ready", "push-needed") for server in self.servers):
-                    last_sign = now
+                    last_sign_s = waited_s
                 limit_s, name = LONGEST_WAIT_S, "the longest wait"
-                if now - last_sign > self.timeout_s:
+                if waited_s - last_sign_s > self.timeout_s:
                     limit_s, name = self.timeout_s, "rollout_matching.vllm.server.timeout_s"
-                if now - began > limit_s:
-                    raise RunError(
-                        f"no rollout server can take a push and answer; waited {limit_s:.0f} s "
-                        f"({name}) for one to come back or to start. {self.reasons()}"
-                    )
-                self.clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return found
+                if waited_s > limit_s:
+                    break
+        raise RunError(
+            f"no rollout server can take a push and answer; waited {limit_s:.0f} s ({name}) for "
+            f"one to come back or to start. {self.reasons()}"
+        )
 
     def _due(self) -> list[Server]:
         """Return the lost servers; those that rest only if no server is usable."""

@@ -16,6 +16,7 @@ from typing import Self
 
 from learner.distributed.waiting import waiting_for
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.rollout.clock import CLOCK
 from shared_contracts.errors import ContractError, RunError
 
 _LOG = logging.getLogger(__name__)
@@ -107,18 +108,17 @@ class ServerProcess:
         Raises:
             ContractError: the server ended, or was not ready in time; shows its last lines.
         """
-        deadline, reason = time.monotonic() + timeout_s, ""
-        with RolloutClient(self.base_url, timeout_s) as client:
-            while time.monotonic() < deadline:
-                try:
-                    client.health()
-                    return
-                except SERVER_ERRORS as error:
-                    reason = f" ({error})"
-                if (code := self._process.poll()) is not None:
-                    raise self._failure(f"it ended with code {code}")
-                time.sleep(0.2)
-        raise self._failure(f"it was not ready within {timeout_s:.0f} s{reason}")
+        client = RolloutClient(self.base_url, timeout_s)
+        for waited_s in CLOCK.attempts(longest_pause_s=0.2):
+            try:
+                client.health()
+                return
+            except SERVER_ERRORS as error:
+                if waited_s > timeout_s:
+                    found = f"it was not ready within {timeout_s:.0f} s ({error})"
+                    raise self._failure(found) from error
+            if (code := self._process.poll()) is not None:
+                raise self._failure(f"it ended with code {code}")
 
     def code(self) -> int | None:
         """Return its exit code; None while it runs."""
