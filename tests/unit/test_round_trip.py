@@ -25,10 +25,10 @@ from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.targets import build_target
 from learner.stages.tokens import IM_END, token_table
 from learner.types import (
-    CoordGroup,
     FieldOrder,
     GroundTruthObject,
     MatchResult,
+    ParsedObject,
     ParsedRollout,
     Role,
     Shape,
@@ -41,7 +41,6 @@ from tests.unit.answers import (
     DOG,
     ROOF,
     encode,
-    rollouts,
     text_of,
 )
 
@@ -71,51 +70,6 @@ def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
         gated=0,
         mask_iou=np.full((n_predicted, n_truth), np.nan),
     )
-
-
-@pytest.mark.req("APPEND-02", "APPEND-03", "LOSS-03", "OT-01")
-@pytest.mark.scenario("No valid predictions fall back to canonical GT order")
-@FUZZ
-@given(data=st.data())
-def test_every_ground_truth_is_taught_exactly_once_where_its_object_stands(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
-    truths, order = data.draw(TRUTHS), data.draw(ORDERS)
-    match = data.draw(any_match(len(parsed.objects), len(truths)))
-    target = build_target(parsed, truths, match, tokenizer, order)
-    assert target.token_ids[: target.prefix_len] == parsed.prefix_token_ids
-    missed, n_pairs = [truths[j] for j in match.false_negatives], len(match.pairs)
-    first = parsed.max_object_index + 1
-    assert target.fn_keys == [f"object_{first + n}" for n in range(len(missed))]
-    assert [group.matched for group in target.coord_groups] == (
-        [True] * n_pairs + [False] * len(missed)
-    )
-    for group, (i, j) in zip(target.coord_groups, match.pairs, strict=False):
-        found, truth = parsed.objects[i], truths[j]
-        check_group(tokenizer, target, group, tuple(found.coords))
-        assert group.positions == tuple(found.coord_token_indices)
-        assert group.is_box == (found.kind == truth.shape.kind == "bbox_2d")
-        assert group.bins == truth.shape.coords or not group.is_box
-    for group, truth in zip(target.coord_groups[n_pairs:], missed, strict=True):
-        check_group(tokenizer, target, group, truth.shape.coords)
-        assert min(group.positions) >= target.prefix_len
-        assert group.bins == truth.shape.coords
-        assert group.is_box == (truth.shape.kind == "bbox_2d")
-    positions = [p for group in target.coord_groups for p in group.positions]
-    assert len(set(positions)) == len(positions)
-
-
-def check_group(
-    tokenizer: PreTrainedTokenizerFast, target: Target, group: CoordGroup, written: tuple[int, ...]
-) -> None:
-    """One target in range for each coordinate that is written at the group's positions."""
-    bins = token_table(tokenizer).vocab.bins
-    assert all(0 <= p < len(target.token_ids) for p in group.positions)
-    assert tuple(bins[target.token_ids[p]] for p in group.positions) == written
-    assert len(group.bins) == len(group.positions)
-    assert all(0 <= k <= 999 for k in group.bins)
-    assert {int(target.role[p]) for p in group.positions} == {Role.COORD}
 
 
 # ---- the role of each token ----------------------------------------------------------
@@ -208,9 +162,10 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
     return entries, style.comma, draw(st.sampled_from(tails))
 
 
-@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "APPEND-02", "RES-05")
-@pytest.mark.req("PARSE-03", "PARSE-04", "PARSE-05")
+@pytest.mark.req("LOSS-01", "LOSS-02", "LOSS-03", "APPEND-01", "APPEND-02", "APPEND-03")
+@pytest.mark.req("OT-01", "PARSE-03", "PARSE-04", "PARSE-05", "RES-05")
 @pytest.mark.scenario(
+    "No valid predictions fall back to canonical GT order",
     "One malformed object does not block training",
     "Parse failures are visible without crashing",
     "Ambiguous coord-slot alignment excludes object from self-context supervision",
@@ -288,7 +243,10 @@ def check_roles(
     entries: list[Written],
     comma: str,
 ) -> None:
-    """Whatever matches, the roles of a target are those of the bytes of its tokens."""
+    """Whatever matches, the roles of a target are those of the bytes of its tokens.
+
+    Every ground truth is taught once, where its object stands.
+    """
     parsed = parse_rollout(ids, tokenizer)
     truths, order = data.draw(TRUTHS), data.draw(ORDERS)
     match = data.draw(any_match(len(parsed.objects), len(truths)))
@@ -312,10 +270,38 @@ def check_roles(
     if lead == "{":
         owned.write("{", Role.APPENDED_STRUCTURE)
     owned.write("}" + IM_END, Role.CLOSURE)
+    check_groups(tokenizer, target, parsed, truths, match)
+    assert target.token_ids[: target.prefix_len] == parsed.prefix_token_ids
     assert text_of(tokenizer, target.token_ids) == owned.text
     assert [Role(role) for role in target.role] == roles_by_bytes(
         tokenizer, target.token_ids, owned.owners
     )
+
+
+def check_groups(
+    tokenizer: PreTrainedTokenizerFast,
+    target: Target,
+    parsed: ParsedRollout,
+    truths: list[GroundTruthObject],
+    match: MatchResult,
+) -> None:
+    """A group for each pair, then for each missed truth, at the coordinates that are written."""
+    bins = token_table(tokenizer).vocab.bins
+    pairs: list[tuple[ParsedObject | None, GroundTruthObject]]
+    pairs = [(parsed.objects[i], truths[j]) for i, j in match.pairs]
+    pairs += [(None, truths[j]) for j in match.false_negatives]
+    positions = [p for group in target.coord_groups for p in group.positions]
+    assert len(set(positions)) == len(positions)
+    for group, (found, truth) in zip(target.coord_groups, pairs, strict=True):
+        stands = truth.shape if found is None else found.shape
+        assert group.matched == (found is not None)
+        assert tuple(bins[target.token_ids[p]] for p in group.positions) == stands.coords
+        assert group.is_box == (stands.kind == truth.shape.kind == "bbox_2d")
+        assert group.bins == truth.shape.coords or (found is not None and not group.is_box)
+        assert len(group.bins) == len(group.positions)
+        assert all(0 <= k <= 999 for k in group.bins)
+        if found is not None:
+            assert group.positions == tuple(found.coord_token_indices)
 
 
 def kept_entries(entries: list[Written], parsed: ParsedRollout) -> list[Written]:
