@@ -28,7 +28,6 @@ from learner.data.lengths import SampleLengths
 from learner.data.records import Scale, Size
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
-from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
 # Fewest boxes that count as x, y, width, height. Two random corners fit with a probability of 1/4.
@@ -167,10 +166,9 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
         yield _warning("target too long", sample.sample_id, found, do)
     try:
         prompt = lengths.prompt(sample)
-    except ContractError as error:
-        yield DataProblem("image too narrow", error.where, error.found, error.do)
-        return
-    except UnreadableImage:  # reported with the other images
+    except DataProblem as problem:
+        if problem.kind != "unreadable image":  # those are reported by `_check_images`
+            yield problem
         return
     if limits.pack is not None and prompt + target > limits.pack:
         found = (

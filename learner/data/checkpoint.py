@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from learner.config.registry import model_family
+from learner.data.images import ImageRule
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
 from shared_contracts.adapters import checkpoint_chain
@@ -23,19 +24,6 @@ from shared_contracts.errors import ContractError
 
 TOKENIZER = "tokenizer.json"
 _SAVED = "Give the folder of a checkpoint saved with its processor"
-
-
-class ImageRule(Protocol):
-    """Token counts of a model's image processor.
-
-    max_aspect: the largest ratio of the sides that the processor accepts.
-    """
-
-    @property
-    def max_aspect(self) -> int: ...
-
-    def tokens(self, width: int, height: int) -> int | None:
-        """Return the tokens of an image of this size in pixels; None if it is too narrow."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
@@ -52,13 +52,40 @@ ImageResults = Iterable[tuple[Path, ImageResult]]
 Watch = Callable[[ImageResults, int], ImageResults]
 
 
+class ImageRule(Protocol):
+    """Token counts of a model's image processor.
+
+    max_aspect: the largest ratio of the sides that the processor accepts.
+    """
+
+    @property
+    def max_aspect(self) -> int: ...
+
+    def tokens(self, width: int, height: int) -> int | None:
+        """Return the tokens of an image of this size in pixels; None if it is too narrow."""
+
+
 def image_problem(
-    sample_id: str, size: tuple[int, int] | None, path: Path, result: ImageResult
+    sample_id: str,
+    size: tuple[int, int] | None,
+    path: Path,
+    result: ImageResult,
+    rule: ImageRule | None = None,
 ) -> DataProblem | None:
-    """Return the problem of a sample's image, if any. size: of the line; None: not checked."""
+    """Return the problem of a sample's image, if any.
+
+    size: of the line; rule: of the model's processor; None: not checked.
+    """
     if isinstance(result, UnreadableImage):
         do = "Replace it, correct its path (from the data file, or absolute), or remove the line."
         return DataProblem("unreadable image", sample_id, f"image {path} {result}", do)
+    if rule is not None and size in (None, result.size) and rule.tokens(*result.size) is None:
+        found = (
+            f"image {path} has {result.size[0]}x{result.size[1]} pixels, and the model's processor "
+            f"refuses sides of a ratio above {rule.max_aspect}"
+        )
+        do = "Cut the image, or remove the line."
+        return DataProblem("image too narrow", sample_id, found, do)
     if size is None or size == result.size:
         return None
     turned = " once it is turned upright as its EXIF orientation says" if result.reoriented else ""

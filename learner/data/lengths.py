@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from learner.data.checkpoint import Checkpoint
-from learner.data.images import inspect_header
+from learner.data.images import ImageInfo, ImageResult, image_problem, inspect_header, try_inspect
 from learner.data.jsonl import build_messages
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
-from shared_contracts.errors import ContractError
 
 WriteAnswer = Callable[[Sequence[GroundTruthObject]], str]
 
@@ -56,21 +55,17 @@ class SampleLengths:
     def images(self, sample: Sample) -> int:
         """Return the image tokens; the size of the first image is that of the line.
 
-        Raises ContractError for an image that is too narrow for the processor, and
-        UnreadableImage for another image that cannot be opened.
+        Raises DataProblem for an image that is too narrow for the processor, and for another image
+        that cannot be opened.
         """
-        others = (inspect_header(path).size for path in sample.images[1:])
-        count = 0
-        for width, height in ((sample.width, sample.height), *others):
-            if (tokens := self._rule.tokens(width, height)) is None:
-                raise ContractError(
-                    sample.sample_id,
-                    f"an image of {width}x{height} pixels: longer than {self._rule.max_aspect} "
-                    "times its width",
-                    "Cut it, or leave the line out; the model's processor refuses it",
-                )
-            count += tokens
-        return count
+        results: list[ImageResult] = [ImageInfo((sample.width, sample.height), reoriented=False)]
+        results += [try_inspect(path, inspect_header) for path in sample.images[1:]]
+        for path, result in zip(sample.images, results, strict=True):
+            problem = image_problem(sample.sample_id, None, path, result, self._rule)
+            if problem is not None:
+                raise problem
+        sizes = (result.size for result in results if isinstance(result, ImageInfo))
+        return sum(self._rule.tokens(*size) or 0 for size in sizes)
 
     def prompt(self, sample: Sample) -> int:
         """Return the prompt tokens, image tokens included; raises as `images` does."""

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from learner.data.checkpoint import ImageRule
 from learner.data.images import (
-    ImageInfo,
     ImageResult,
+    ImageRule,
     Watch,
     image_problem,
     inspect_all,
@@ -103,22 +102,12 @@ def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
 def _fault(
     sample: Sample, results: Mapping[Path, ImageResult], rule: ImageRule
 ) -> ContractError | None:
-    size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
     for path in sample.images:
-        result = results[path]
-        if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
-            found, do = problem.found, problem.do.removesuffix(".")
-        elif isinstance(result, ImageInfo) and rule.tokens(*result.size) is None:
-            found = (
-                f"image {path} has {result.size[0]}x{result.size[1]} pixels, and the model's "
-                f"processor refuses sides of a ratio above {rule.max_aspect}"
-            )
-            do = "Cut the image, or remove the line"
-        else:
-            size = None
-            continue
-        do = f"{do}; data.on_bad_sample: skip trains without it"
-        return ContractError(sample.sample_id, found, do)
+        size = (sample.width, sample.height) if path == sample.images[0] else None
+        problem = image_problem(sample.sample_id, size, path, results[path], rule)
+        if problem is not None:
+            do = f"{problem.do.removesuffix('.')}; data.on_bad_sample: skip trains without it"
+            return ContractError(sample.sample_id, problem.found, do)
     return None
 
 

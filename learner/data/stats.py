@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from learner.data.images import UnreadableImage
 from learner.data.jsonl import bounding_box
 from learner.data.lengths import SampleLengths
 from learner.data.show import Table
 from learner.runs.console import fraction
 from learner.stages.coords import decode_bin
 from learner.types import Sample
-from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -122,14 +120,7 @@ def _tokens(samples: Sequence[Sample], lengths: SampleLengths) -> Table:
 
 
 def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> FloatArray:
-    lengths = np.empty(len(samples))
-    for index, sample in enumerate(samples):
-        try:
-            lengths[index] = measure(sample)
-        except UnreadableImage as error:
-            do = "Replace it, or remove the line."
-            raise ContractError(sample.sample_id, f"one of its images {error}", do) from error
-    return lengths
+    return np.array([measure(sample) for sample in samples], dtype=np.float64)
 
 
 def _of(count: int, total: int) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from learner.config.schema import Config, CustomConfig, LoraTuner
 from learner.config.yaml12 import read_mapping
 from learner.data.checkpoint import Checkpoint
-from learner.data.images import UnreadableImage
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import answer_format
@@ -101,7 +100,7 @@ def longest_prompt(config: Config, samples: Iterable[Sample]) -> int:
     """
     lengths, longest = lengths_of_run(config), 0
     for sample in samples:
-        with suppress(ContractError, UnreadableImage):
+        with suppress(ContractError):
             longest = max(longest, lengths.prompt(sample))
     return longest
 
