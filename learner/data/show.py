@@ -93,13 +93,6 @@ def format_problem(problem: DataProblem) -> str:
     return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
-def kinds(reports: Sequence["FileReport"]) -> list[tuple[str, bool, int]]:
-    """Return (kind, is a warning, count): problems first, then by falling count."""
-    counts = Counter((f.kind, f.warning) for report in reports for f in report.findings)
-    rows = [(kind, warning, count) for (kind, warning), count in counts.items()]
-    return sorted(rows, key=lambda row: (row[1], -row[2], row[0]))
-
-
 def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
     """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
@@ -108,9 +101,14 @@ def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
         findings = (each.count(warnings=False), each.count(warnings=True))
         files.append([str(each.path), *map(str, (each.samples, each.objects, *findings))])
     yield Table("", columns, files)
-    if counts := kinds(reports):
-        names = ("problem", "warning")
-        rows = [[str(count), names[warning], kind] for kind, warning, count in counts]
+    counts = Counter((f.warning, f.kind) for report in reports for f in report.findings)
+    # Problems before warnings, the most frequent first.
+    ranked = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0][1]))
+    if ranked:
+        rows = [
+            [str(count), "warning" if warning else "problem", kind]
+            for (warning, kind), count in ranked
+        ]
         yield Table("", ("#times", "", "found"), rows)
 
 

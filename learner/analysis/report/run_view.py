@@ -108,7 +108,6 @@ class RunEvaluation:
     step: optimizer steps of the weights; 0 for the initial model.
     held_out: the data is not the training data. scores: by `SCORE_NAMES`.
     page: None if no answers were kept.
-    written: seconds since 1970; 0 for an evaluation by the run itself.
     """
 
     step: int
@@ -116,7 +115,6 @@ class RunEvaluation:
     held_out: bool
     scores: dict[str, float | None]
     page: Path | None
-    written: float = 0.0
 
     def link(self, page: Path) -> str:
         """Return the URL of its page relative to another page; empty without a page."""
@@ -124,14 +122,20 @@ class RunEvaluation:
 
 
 def evaluations_of(run: RunView) -> list[RunEvaluation]:
-    """Return all evaluations, ordered by step, then by time.
+    """Return all evaluations, ordered by step; those by the run itself come first, then by time.
 
     Raises ContractError for an unreadable `scores.json`.
     """
-    files = sorted((run.folder.path / EVALUATIONS).glob(f"*/{SCORES}"))
-    by_eval = [each for file in files if (each := _of_folder(run, file))]
-    by_run = [_of_line(run, line) for line in run.evaluations]
-    return sorted([*by_run, *by_eval], key=lambda each: (each.step, each.written))
+    folder, data = run.folder.path / EVALUATIONS, run.config.data.val_jsonl
+    found = []
+    for line in run.evaluations:
+        assert data is not None, "a run that evaluates has data.val_jsonl"
+        step, scores = int(line["step"]), {name: line.get(f"eval/{name}") for name in SCORE_NAMES}
+        found.append(_evaluation(run, step, data, scores, folder / f"step_{step:06d}"))
+    for file in sorted(folder.glob(f"*/{SCORES}"), key=lambda file: file.stat().st_mtime):
+        if (by_eval := _of_folder(run, file)) is not None:
+            found.append(by_eval)
+    return sorted(found, key=lambda each: each.step)
 
 
 def headline(evaluations: list[RunEvaluation], data: Path | None) -> RunEvaluation | None:
@@ -154,14 +158,6 @@ def how_to_evaluate(run: RunView) -> str:
     return f"learner eval --config {config} --checkpoint {checkpoint}{data}"
 
 
-def _of_line(run: RunView, line: Line) -> RunEvaluation:
-    """Return an evaluation by the run itself, on `data.val_jsonl`."""
-    step, data = int(line["step"]), run.config.data.val_jsonl
-    assert data is not None, "a run that evaluates has data.val_jsonl"
-    scores = {name: line.get(f"eval/{name}") for name in SCORE_NAMES}
-    return _evaluation(run, step, data, scores, f"step_{step:06d}")
-
-
 def _of_folder(run: RunView, file: Path) -> RunEvaluation | None:
     """Return an evaluation by `learner eval`; None for the run's own, or for other weights."""
     try:
@@ -174,20 +170,15 @@ def _of_folder(run: RunView, file: Path) -> RunEvaluation | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"is no {SCORES} of this version ({type(error).__name__}: {error})"
         raise ContractError(str(file), found, "Remove its folder, or evaluate again") from error
-    return _evaluation(run, step, data, scores, file.parent.name, file.stat().st_mtime)
+    return _evaluation(run, step, data, scores, file.parent)
 
 
 def _evaluation(
-    run: RunView,
-    step: int,
-    data: Path,
-    scores: dict[str, float | None],
-    folder: str,
-    written: float = 0.0,
+    run: RunView, step: int, data: Path, scores: dict[str, float | None], folder: Path
 ) -> RunEvaluation:
     held_out = data.resolve() != Path(run.config.data.train_jsonl).resolve()
-    page = run.folder.path / EVALUATIONS / folder / REPORT
-    return RunEvaluation(step, data, held_out, scores, page if page.is_file() else None, written)
+    page = folder / REPORT
+    return RunEvaluation(step, data, held_out, scores, page if page.is_file() else None)
 
 
 def _step_of(run: RunView, checkpoint: Path) -> int | None:
