@@ -116,16 +116,14 @@ def convert(
     counted.
     """
     from learner.data.conversion import convert, write_records
-    from learner.data.detection import detect_format, require_jsonl
+    from learner.data.detection import detect_format
     from learner.data.files import write_lines
     from learner.data.formats import read_other, write_other
     from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
 
-    if from_format is None and to_format != "jsonl":
-        require_jsonl(source)
-        from_format = "jsonl"
-    from_format = from_format or detect_format(source)
+    if from_format is None:
+        from_format = detect_format(source) if to_format == "jsonl" else "jsonl"
     if (from_format == "jsonl") == (to_format == "jsonl"):
         found = f"{source} is {from_format}, and OUT is to be {to_format}"
         do = "One of both is jsonl: name the other one."

@@ -191,23 +191,6 @@ def test_a_scale_that_cannot_be_found_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "scale", "corners", "pixels"),
-    [
-        ((0.1, 0.5, 0.2, 1), "0..1", "xyxy", (30, 100, 60, 200)),
-        ((100, 500, 100, 500), "0..1000", "xywh", (30, 100, 60, 200)),
-        ((0, 0, 999, 999), "0..999", None, (0, 0, 300, 200)),
-        ((30, 100, 60, 200), "pixels", None, (30, 100, 60, 200)),
-    ],
-)
-def test_a_stated_scale_and_order_hold(
-    numbers: Any, scale: Scale, corners: Corners | None, pixels: tuple[float, ...]
-) -> None:
-    found = find_reading([numbers], [SMALL], scale, corners)
-    assert isinstance(found, Reading)
-    assert found.pixels(numbers, SMALL) == pytest.approx(pixels)
-
-
-@pytest.mark.parametrize(
     ("arguments", "found"),
     [
         (["data.jsonl", "out.jsonl"], "data.jsonl is jsonl, and OUT is to be jsonl"),

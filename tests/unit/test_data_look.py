@@ -81,7 +81,7 @@ def test_a_folder_of_pictures_has_a_page_that_needs_no_network(
 def test_an_image_of_another_size_than_its_line_is_told(
     samples: list[Sample], tmp_path: Path
 ) -> None:
-    lying = replace(samples[1], width=64, height=48)
+    lying = replace(samples[1], width=64, height=48, sample_id="a#b?c%20 d.jsonl:1")
     told = write_page([samples[0], lying], tmp_path / "out")
     (sentence,) = told.values()
     assert list(told) == [lying.sample_id]
@@ -89,14 +89,9 @@ def test_an_image_of_another_size_than_its_line_is_told(
     assert sentence.endswith("48x64 pixels once it is turned upright as its EXIF orientation says")
     page = _Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert page.texts.count(sentence) == 1
-
-
-def test_links_of_the_page_are_quoted(samples: list[Sample], tmp_path: Path) -> None:
-    odd = replace(samples[0], sample_id="a#b?c%20 d.jsonl:1")
-    write_page([odd], tmp_path / "out")
-    (source,) = _Page((tmp_path / "out" / "index.html").read_text()).images
+    source = page.images[1]
     assert (tmp_path / "out" / unquote(source)).is_file()
-    assert not set(source) & set("#? ")
+    assert not set(source) & set("#? "), "links are quoted"
 
 
 def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_written(
