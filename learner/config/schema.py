@@ -292,7 +292,7 @@ class Config(StrictModel):
 
         With groups it is, unless a module of channel B trains on corrected objects.
         """
-        modules = [m for m in self._teaching("B") if not m.reads_kept]
+        modules = [m for m in self._teaching("B") if not m.reads("answer")]
         return self.group_relative is not None and not modules
 
     @property
@@ -410,7 +410,7 @@ class Config(StrictModel):
     def _of_duplicates(self) -> Iterator[Refusal]:
         """A module that reads removed duplicates needs `prefix: clean` (CLEAN-02)."""
         for index, module in enumerate(self.pipeline.objective):
-            if module.enabled and module.reads_departures and self.duplicate_iou is None:
+            if module.enabled and module.reads("departure") and self.duplicate_iou is None:
                 kept = f"{self.custom.trainer_variant} keeps the answers as they are"
                 do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
                 own = self.stage2_ab
@@ -424,7 +424,7 @@ class Config(StrictModel):
     def _of_policy_gradient(self) -> Iterator[Refusal]:
         """A module that learns from advantages needs groups; groups need such a module."""
         key = f"{self.pipeline_path}.objective"
-        modules = [(i, m) for i, m in enumerate(self.pipeline.objective) if m.reads_kept]
+        modules = [(i, m) for i, m in enumerate(self.pipeline.objective) if m.reads("answer")]
         if self.group_relative is None:
             for index, module in modules:
                 if module.enabled:

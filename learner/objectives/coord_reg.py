@@ -69,7 +69,7 @@ class CoordRegModule(Objective):
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
         """Yield an error for `text_gate` in a channel without supervised text (LOSS-04)."""
         weight = self.config.text_gate_weight
-        text = {c for m in modules if m.supervises_text for c in m.channels}
+        text = {c for m in modules if m.reads("text") for c in m.channels}
         if weight > 0 and (lost := sorted(set(self.channels) - text)):
             yield Refusal(
                 f"{weight} in channel {lost[0]}, in which no token_ce supervises text",

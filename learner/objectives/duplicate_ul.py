@@ -40,7 +40,6 @@ class DuplicateULModule(Objective):
     metrics: ClassVar[LossMetrics] = {
         "departure": {"duplicate_ul": "unlikelihood of tokens that begin a duplicate"}
     }
-    reads_departures: ClassVar[bool] = True
 
     @property
     def departure_radius(self) -> int | None:

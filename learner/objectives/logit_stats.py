@@ -17,11 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from learner.objectives.numerics import (
-    all_inside,
     bound_,
     bounded,
-    bounded_gradient,
     counts_as_cuda,
+    is_outside,
     logsumexp_and_text_mass_,
     widened,
 )
@@ -353,7 +352,7 @@ class _ReadRows(torch.autograd.Function):
             text, mass = source.logsumexp(text_rows, temperature)
         slot, _ = source.logsumexp(slot_rows, temperature)
         ctx.save_for_backward(logits, text_rows, targets, slot_rows, coord_ids)
-        ctx.found = (plain, text, mass, slot, source.clean)
+        ctx.found = (plain, text, mass, slot)
         ctx.temperature = temperature
         nll = plain - bounded(logits[text_rows, targets])
         coord = widened(logits[slot_rows[:, None], coord_ids])
@@ -364,8 +363,8 @@ class _ReadRows(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         of_nll, of_mass, of_slot, of_coord = upstream
         logits, text_rows, targets, slot_rows, coord_ids = ctx.saved_tensors
-        plain, text, mass, slot, clean = ctx.found
-        source, at = _Rows(logits, coord_ids, clean), ctx.temperature
+        plain, text, mass, slot = ctx.found
+        source, at = _Rows(logits, coord_ids), ctx.temperature
         of_text, of_coord_in_text = of_mass * (1.0 - mass), -of_mass * mass
         if at == 1.0:
             of_text, of_coord_in_text = of_text + of_nll, of_coord_in_text + of_nll
@@ -376,7 +375,8 @@ class _ReadRows(torch.autograd.Function):
             if at != 1.0:
                 block += source.pulled(rows, plain[part], 1.0, of_nll[part])
             nth = torch.arange(len(aims), device=aims.device)
-            block[nth, aims] -= bounded_gradient(logits[rows, aims], of_nll[part])
+            replaced = is_outside(widened(logits[rows, aims]))
+            block[nth, aims] -= of_nll[part].masked_fill(replaced, 0.0)
             gradient[rows] = block.to(gradient.dtype)
         for part in source.parts(slot_rows):
             rows = slot_rows[part]
@@ -387,17 +387,11 @@ class _ReadRows(torch.autograd.Function):
 
 
 class _Rows:
-    """Bounded rows of (r, V) logits in chunks, without gradients.
+    """Bounded rows of (r, V) logits in chunks, without gradients."""
 
-    clean: () bool, whether the bounds have changed no value yet. The object of the backward gets
-        that of the forward.
-    """
-
-    def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:
+    def __init__(self, logits: Tensor, coord_ids: Tensor) -> None:
         self._logits = logits
         self._coord_ids = coord_ids
-        self.clean = logits.new_ones((), dtype=torch.bool)
-        self._all_clean = clean is not None and bool(clean)
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
         """Yield slices of `rows`, one per chunk of logits."""
@@ -408,12 +402,11 @@ class _Rows:
 
     def logsumexp(self, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the logsumexp and the text mass of each row; (R,) -> (R,), (R,)."""
-        lse = torch.empty(len(rows), dtype=self._wide, device=rows.device)
+        lse = torch.empty(len(rows), dtype=widened(self._logits[:0]).dtype, device=rows.device)
         mass = torch.empty_like(lse)
         for part in self.parts(rows):
-            own = self._divided(rows[part], temperature)
-            self.clean = self.clean & all_inside(own)
-            lse[part], mass[part] = logsumexp_and_text_mass_(bound_(own), self._coord_ids)
+            own = bound_(self._divided(rows[part], temperature))
+            lse[part], mass[part] = logsumexp_and_text_mass_(own, self._coord_ids)
         return lse, mass
 
     def pulled(
@@ -428,20 +421,16 @@ class _Rows:
 
         It is the softmax times `whole` (r,), but at the coordinates times `coord` (r,) if given.
         """
-        soft = bound_(self._divided(rows, temperature)).sub_(lse[:, None]).exp_()
+        scaled = self._divided(rows, temperature)
+        replaced = is_outside(scaled)  # a bound has no gradient
+        soft = bound_(scaled).sub_(lse[:, None]).exp_()
         inner = None
         if coord is not None:
             inner = soft.index_select(1, self._coord_ids).mul_((coord / temperature)[:, None])
         soft.mul_((whole / temperature)[:, None])
         if inner is not None:
             soft.index_copy_(1, self._coord_ids, inner)
-        if self._all_clean:
-            return soft
-        return bounded_gradient(self._logits[rows], soft, temperature)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return widened(self._logits[:0]).dtype
+        return soft.masked_fill_(replaced, 0.0)
 
     def _divided(self, rows: Tensor, temperature: float) -> Tensor:
         """Return a copy of the logits of `rows`, divided by the temperature."""

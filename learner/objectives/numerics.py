@@ -49,16 +49,9 @@ def bound_(scaled: Tensor) -> Tensor:
     return scaled.clamp_(-LOGIT_LIMIT, LOGIT_LIMIT).nan_to_num_()
 
 
-def all_inside(scaled: Tensor) -> Tensor:
-    """Return whether `bound_` would leave (r, V) divided logits unchanged; () bool."""
-    least, most = torch.aminmax(scaled)
-    return (least >= -LOGIT_LIMIT) & (most <= LOGIT_LIMIT)
-
-
-def bounded_gradient(logits: Tensor, gradient: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return `gradient`, but 0 at logits that `bounded` replaces; same shape."""
-    inside = (widened(logits) / temperature).abs() <= LOGIT_LIMIT
-    return gradient.masked_fill(~inside, 0.0)
+def is_outside(scaled: Tensor) -> Tensor:
+    """Return where the bounds replace divided logits, also NaN; same shape, bool."""
+    return ~(scaled.abs() <= LOGIT_LIMIT)
 
 
 def full_logsumexp(logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -77,19 +77,18 @@ class ModuleEntry(StrictModel):
 class Objective(ModuleEntry):
     """A loss module.
 
-    metrics: meanings of all terms of `terms`.
-    supervises_text: whether `text_weights` selects the text to train on.
-    reads_departures: whether it reads the tokens with which removed duplicates depart (CLEAN-02).
-    reads_kept: whether it learns from the answer's tokens that the target keeps, as a mean over
-        those of the whole step (GROUP-03).
+    metrics: meanings of all terms of `terms`, by their input. With `text`, `text_weights` selects
+        the text to train on; a term of `answer` is a mean over the whole step (GROUP-03).
     token_metrics: meanings of all names of `token_sums`.
     """
 
     metrics: ClassVar[LossMetrics]
-    supervises_text: ClassVar[bool] = False
-    reads_departures: ClassVar[bool] = False
-    reads_kept: ClassVar[bool] = False
     token_metrics: ClassVar[SlotMetrics] = {}
+
+    @classmethod
+    def reads(cls, family: Family) -> bool:
+        """Return whether it has a term of this input."""
+        return family in cls.metrics
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
         """Yield the terms of a pack's loss over `selection.totals`; none for an empty input."""
@@ -135,7 +134,7 @@ class Objective(ModuleEntry):
 
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
         """Yield conflicts with the enabled modules; keys are relative to the entry."""
-        if "A" in self.channels and (self.reads_departures or self.reads_kept):
+        if "A" in self.channels and (self.reads("departure") or self.reads("answer")):
             yield Refusal(
                 f"{list(self.channels)}, and channel A has no answers", "Use [B]", "channels"
             )

@@ -51,7 +51,7 @@ class Pipeline:
         self._diagnostics = config.diagnostics
         self._coord_ids = torch.tensor(coord_ids)
         enabled = [module for module in config.objective if module.enabled]
-        self._text = next((m for m in enabled if m.supervises_text), None)
+        self._text = next((m for m in enabled if m.reads("text")), None)
         self._reads_last_text = any(m.reads_last_text for m in enabled)
         of_gates = (m.gate_temperature for m in enabled)
         self._temperature = next((t for t in of_gates if t is not None), 1.0)
@@ -61,7 +61,7 @@ class Pipeline:
     def select(self, row: Supervision, channel: Channel) -> Selection:
         """Return what the declared modules supervise in a row; no text without `token_ce`."""
         departures = row.departures
-        if not any(m.reads_departures and m.counts_in(channel) for m in self._modules):
+        if not any(m.reads("departure") and m.counts_in(channel) for m in self._modules):
             departures = departures[:0]
         elif self._radius is not None:
             coordinates = self._coord_ids.to(departures.device)
@@ -70,7 +70,7 @@ class Pipeline:
             weights = torch.zeros(row.roles.shape, device=row.roles.device)
         else:
             weights = self._text.text_weights(row, channel)
-        learns_kept = any(m.reads_kept and m.counts_in(channel) for m in self._modules)
+        learns_kept = any(m.reads("answer") and m.counts_in(channel) for m in self._modules)
         return replace(select(row, weights, departures), learns_kept=learns_kept)
 
     def reader(self, selection: Selection) -> Reader:

@@ -54,7 +54,6 @@ class PolicyGradientModule(Objective):
         "entropy": ("nats", "mean `-log p` of the sampled tokens: an estimate of the entropy"),
         "kl": ("nats", "mean estimate of the KL divergence from the starting model"),
     }
-    reads_kept: ClassVar[bool] = True
 
     @property
     def reads_start(self) -> bool:

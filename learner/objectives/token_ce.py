@@ -50,7 +50,6 @@ class TokenCEModule(Objective):
         "text": {"struct_ce": _STRUCTURE, "desc_ce": "cross-entropy of descriptions"},
         "context_text": {"struct_ce": _STRUCTURE},
     }
-    supervises_text: ClassVar[bool] = True
 
     @property
     def learns_from_last(self) -> bool:
