@@ -8,7 +8,7 @@ predictions that LVIS's lists leave open are not judged. An answer without objec
 without objects has 1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -18,7 +18,6 @@ from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin
 from learner.stages.matching import (
     IOU_THRESHOLDS,
-    BoolArray,
     FloatArray,
     exact_iou,
     left_open,
@@ -46,19 +45,34 @@ def with_rewards(
     of the first k entries. With `mean_std` it is c over `std + 1e-6` of all entries of the group.
     So the advantages of an answer are parts of its reward, without a mean of the group.
     """
-    judged = [_JudgedAnswer(each, config.reward, resolution) for each in assessed]
-    rewards = [each.reward() for each in judged]
-    totals = np.array([reward.total for reward in rewards]).reshape(-1, config.group_size)
-    equal = (totals == totals[:, :1]).all(axis=1, keepdims=True)
-    spreads = np.where(equal, 0.0, totals.std(axis=1, keepdims=True))
-    ahead = np.where(equal, 0.0, totals - totals.mean(axis=1, keepdims=True))
+    found: list[AssessedRollout] = []
+    for first in range(0, len(assessed), config.group_size):
+        group = assessed[first : first + config.group_size]
+        judged = [_JudgedAnswer(each, config.reward, resolution) for each in group]
+        rewards = zip(group, _compared(judged, config), strict=True)
+        found += [each._replace(reward=reward) for each, reward in rewards]
+    return found
+
+
+def _compared(group: Sequence["_JudgedAnswer"], config: GroupRelativeConfig) -> list[Reward]:
+    """Return the rewards of a group, with their advantages."""
+    rewards = [answer.reward() for answer in group]
+    totals = np.array([reward.total for reward in rewards])
+    is_equal = (totals == totals[0]).all()
+    spread = 0.0 if is_equal else float(totals.std())
+    ahead = np.zeros(len(group)) if is_equal else totals - totals.mean()
+    credits = [answer.credits() if config.credit == "object" else [] for answer in group]
+    scale = scale_of_credits = 1.0
     if config.advantage == "mean_std":
-        ahead = ahead / (spreads + STD_FLOOR)
-    credits = _credits(judged, config) if config.credit == "object" else [None] * len(judged)
-    compared = zip(np.broadcast_to(spreads, ahead.shape).flat, ahead.flat, credits, strict=True)
+        scale = spread + STD_FLOOR
+        scale_of_credits = float(np.std([*chain(*credits)] or 0.0)) + STD_FLOOR
     return [
-        each._replace(reward=reward._replace(spread=float(spread), advantage=float(a), credits=own))
-        for each, reward, (spread, a, own) in zip(assessed, rewards, compared, strict=True)
+        reward._replace(
+            spread=spread,
+            advantage=advantage / scale,
+            credits=tuple(credit / scale_of_credits for credit in own) or None,
+        )
+        for reward, advantage, own in zip(rewards, ahead.tolist(), credits, strict=True)
     ]
 
 
@@ -81,17 +95,17 @@ class _JudgedAnswer:
     """An answer, compared with the ground truth of its sample."""
 
     def __init__(self, assessed: AssessedRollout, config: RewardConfig, resolution: int) -> None:
-        predicted, sample = assessed.parsed.objects, assessed.sample
+        predicted, truths = assessed.parsed.objects, assessed.sample.objects
         self.assessed, self._config = assessed, config
-        self._iou = exact_iou(predicted, sample.objects, resolution)
-        self._named = same_description(predicted, sample.objects)
-        hits = {p for p, _ in most_pairs(*self._pairable(IOU_THRESHOLDS[0]))}
-        lists = sample.category_lists
-        unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, sample.objects, lists)}
-        self._unjudged = unjudged - hits
-        self._named[[*self._unjudged]] = False
+        named = same_description(predicted, truths)
+        self._iou = np.where(named, exact_iou(predicted, truths, resolution), 0.0)
+        hits = {p for p, _ in _hits(self._iou, IOU_THRESHOLDS[0])}
+        lists = assessed.sample.category_lists
+        unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, truths, lists)} - hits
+        self._unjudged = unjudged
+        self._iou[[*unjudged]] = 0.0
         self._repeated = repeats(predicted, config.duplicate_iou, resolution)
-        shares = map(_image_share, (found.shape for found in predicted))
+        shares = [_image_share(found.shape) for found in predicted]
         large = {p for p, share in enumerate(shares) if share >= config.oversized_share}
         self._oversized = large - hits - unjudged
 
@@ -102,7 +116,7 @@ class _JudgedAnswer:
         """
         config, parsed = self._config, self.assessed.parsed
         objects, dropped = entries or (len(parsed.objects), len(parsed.dropped))
-        hits_at = [len(most_pairs(*self._pairable(least, objects))) for least in IOU_THRESHOLDS]
+        hits_at = [len(_hits(self._iou[:objects], least)) for least in IOU_THRESHOLDS]
         judged = objects - sum(place < objects for place in self._unjudged)
         both = judged + len(self.assessed.sample.objects)
         f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
@@ -125,21 +139,9 @@ class _JudgedAnswer:
         totals = [self.reward(entries).total for entries in (*begun, None)]
         return [after - before for before, after in pairwise(totals)]
 
-    def _pairable(self, least: float, objects: int | None = None) -> tuple[FloatArray, BoolArray]:
-        """Return the IoUs of the first `objects`, and which pairs are hits at `least`."""
-        iou = self._iou[:objects]
-        return iou, self._named[:objects] & (iou >= least)
 
-
-def _credits(
-    judged: Sequence[_JudgedAnswer], config: GroupRelativeConfig
-) -> Iterator[tuple[float, ...]]:
-    for first in range(0, len(judged), config.group_size):
-        each = [answer.credits() for answer in judged[first : first + config.group_size]]
-        scale = 1.0
-        if config.advantage == "mean_std":
-            scale = float(np.std([*chain(*each)])) + STD_FLOOR
-        yield from (tuple(credit / scale for credit in own) for own in each)
+def _hits(iou: FloatArray, least: float) -> list[tuple[int, int]]:
+    return most_pairs(iou, iou >= least)
 
 
 def _image_share(box: Shape) -> float:

@@ -17,7 +17,7 @@ from learner.stages.tokens import (
     spell_leading,
     token_table,
 )
-from learner.types import AnswerFault
+from learner.types import AnswerFault, DropReason, GeometryKind
 
 WHITE_SPACE = " \t\n\r"
 
@@ -166,6 +166,18 @@ def lead_in(text: str) -> AnswerFault | None:
     if text.startswith(("{", "[")):
         return "other_format"
     return "prose_before" if "{" in text or "[" in text else None
+
+
+def shape_fault(kind: GeometryKind, bins: Sequence[int], allow_poly: bool) -> DropReason | None:
+    """Check the coordinates of a shape, in the order of PARSE-04."""
+    if kind == "poly":
+        if len(bins) < 6 or len(bins) % 2:
+            return "wrong_arity"
+        return None if allow_poly else "poly_unsupported"
+    if len(bins) != 4:
+        return "wrong_arity"
+    x1, y1, x2, y2 = bins
+    return "bbox_invalid" if x2 < x1 or y2 < y1 else None
 
 
 def entry_spans(tokens: TokenText, ends: Iterable[int]) -> list[tuple[int, int]]:

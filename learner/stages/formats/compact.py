@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from learner.stages.coords import coord_token
 from learner.stages.formats import AnswerFormat
-from learner.stages.formats.answer_text import Answer, Entry, Scan, lead_in
+from learner.stages.formats.answer_text import Answer, Entry, Scan, lead_in, shape_fault
 from learner.types import (
     AnswerFault,
     DropReason,
@@ -83,13 +83,7 @@ class Compact(AnswerFormat):
             return "missing_desc"
         bins = [answer.vocab.bins[answer.ids[position]] for position in coords]
         kind: GeometryKind = "bbox_2d" if len(bins) == 4 else "poly"
-        if len(bins) < 4 or len(bins) % 2:
-            return "wrong_arity"
-        if kind == "poly" and not allow_poly:
-            return "poly_unsupported"
-        if kind == "bbox_2d" and (bins[2] < bins[0] or bins[3] < bins[1]):
-            return "bbox_invalid"
-        return ParsedObject(
+        return shape_fault(kind, bins, allow_poly) or ParsedObject(
             key=key,
             index=index,
             kind=kind,

@@ -11,7 +11,14 @@ from typing import Any, ClassVar, cast
 
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats import AnswerFormat
-from learner.stages.formats.answer_text import WHITE_SPACE, Answer, Entry, Scan, lead_in
+from learner.stages.formats.answer_text import (
+    WHITE_SPACE,
+    Answer,
+    Entry,
+    Scan,
+    lead_in,
+    shape_fault,
+)
 from learner.stages.formats.json_scanner import scan_json
 from learner.types import (
     AnswerFault,
@@ -75,7 +82,9 @@ class JsonFormat(AnswerFormat):
         if reason is not None:
             return reason
         parsed = _build_object(entry, key, index, fields, inside, answer)
-        return _check_coords(parsed, fields[parsed.kind], allow_poly) or parsed
+        if not _are_tokens(fields[parsed.kind], parsed.coords):
+            return "non_coord_token"
+        return shape_fault(parsed.kind, parsed.coords, allow_poly) or parsed
 
     def misaligns(self, entry: Entry, answer: Answer) -> bool:
         inside = answer.coords_between(entry.value_start, entry.end)
@@ -160,21 +169,14 @@ def _build_object(
     )
 
 
-def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropReason | None:
-    """Check the value of the geometry, in the order of PARSE-04."""
-    # Text with the characters of a coordinate token, or a plain number, has no bin.
-    if not isinstance(values, list) or len(values) != len(parsed.coords):
-        return "non_coord_token"
-    if not all(value in _SPELLINGS[k] for k, value in zip(parsed.coords, values, strict=True)):
-        return "non_coord_token"
-    if parsed.kind == "poly":
-        if len(values) < 6 or len(values) % 2:
-            return "wrong_arity"
-        return None if allow_poly else "poly_unsupported"
-    if len(values) != 4:
-        return "wrong_arity"
-    x1, y1, x2, y2 = parsed.coords
-    return "bbox_invalid" if x2 < x1 or y2 < y1 else None
+def _are_tokens(values: Any, bins: Sequence[int]) -> bool:
+    """Return whether the value of a geometry is an array of coordinate tokens of these bins.
+
+    Text with the characters of a coordinate token, or a plain number, has no bin.
+    """
+    if not isinstance(values, list) or len(values) != len(bins):
+        return False
+    return all(value in _SPELLINGS[k] for k, value in zip(bins, values, strict=True))
 
 
 def object_text(
