@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -134,13 +135,17 @@ class FixedPipeline(Pipeline):
         return PackLoss(cast(Tensor, stats), {}, {}, 0)
 
 
+# The only use of a model of a segment is its family.
+MODEL: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"))
+
+
 def tiny_segment(sample_id: str) -> Segment:
     """One token of prompt and one of an answer, of which nothing is supervised."""
     one = torch.zeros(1, dtype=torch.long)
     prompt = EncodedPrompt(one, one, None, None)
     target = Target([0], 0, [], np.zeros(1, dtype=np.int8), [])
     both = torch.zeros(2, dtype=torch.long)
-    return Segment(sample_id, prompt, target, both, both.expand(4, 2), has_dropped=False)
+    return Segment(MODEL, sample_id, prompt, target, both, both.expand(4, 2), has_dropped=False)
 
 
 def samples(count: int) -> list[Sample]:

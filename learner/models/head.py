@@ -13,18 +13,20 @@ gradient. Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.0900
 gradient of a head over chunks, too.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
-from peft.tuners.trainable_tokens import TrainableTokensLayer
-from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from shared_contracts.errors import ContractError
+
+T = TypeVar("T")
 
 # Elements of the weight's gradient that are added at once: 64 MiB in float32.
 _BLOCK_ELEMENTS = 2**24
@@ -40,6 +42,11 @@ def output_head(model: nn.Module) -> nn.Module:
         if name.rpartition(".")[2] == "lm_head":
             return module
     raise refused("it has no lm_head")
+
+
+def whole_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers, whatever it is wrapped in."""
+    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def check_head(model: PreTrainedModel) -> None:
@@ -59,14 +66,8 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
 
     head: a product, or a frozen one that peft has wrapped. `check_head` refuses others.
     """
-    if isinstance(head, TrainableTokensWrapper):
-        adapter = head.token_adapter
-        if adapter.disable_adapters:
-            whole: Callable[[Tensor], Tensor] = adapter.base_layer.forward
-            return whole
-        return _with_trained_rows(adapter)
     if not _is_product(head):
-        return head.forward
+        return partial(type(head).forward, head)
     one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)
     product = cast(Callable[..., Tensor], _Product.apply)
     total = _Total()
@@ -74,29 +75,23 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda hidden: product(hidden, weight, total)
 
 
-def _with_trained_rows(adapter: TrainableTokensLayer) -> Callable[[Tensor], Tensor]:
-    """Return the product with a frozen weight, some of whose rows `adapter` trains.
-
-    peft would copy the whole weight, and make its gradient, for each chunk. Here the logits of the
-    trained rows are computed separately and replace those of the frozen rows.
-    """
-    (name,) = adapter.active_adapters
-    base: Any = adapter.get_base_layer()
-    weight: Tensor = base.weight
-    rows = adapter.trainable_tokens_delta[name]
-    ids = torch.tensor(adapter.token_indices[name], device=weight.device)
-
-    def logits(hidden: Tensor) -> Tensor:
-        own = linear(hidden, rows.to(weight.dtype))
-        return linear(hidden, weight).index_copy(-1, ids, own)
-
-    return logits
+@contextmanager
+def reading(head: nn.Module, read: Callable[[Tensor], T]) -> Iterator[None]:
+    """Within the block the head returns `read` of its input, in place of logits."""
+    head.forward = read
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _is_product(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether it is an `nn.Linear` without bias; FSDP2 makes a subclass of it."""
-    own = getattr(head.forward, "__func__", None) is nn.Linear.forward
-    return own and isinstance(head, nn.Linear) and head.bias is None
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and head.bias is None
+    )
 
 
 def refused(found: str) -> ContractError:

@@ -31,15 +31,15 @@ from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfi
 from learner.data.checkpoint import Checkpoint
 from learner.models.attention import attention_of
 from learner.models.coord_tokens import untrained, vocab_modules
-from learner.models.families import Family, Multimodal, family_of
-from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.head import check_head
+from learner.models.families import Family, family_of
+from learner.models.head import check_head, whole_model
 from learner.models.linear_attention import separate_segments
 from learner.models.loading import loading
 from learner.models.patch_embedding import patch_embeddings, use_product
 from learner.models.precision import compute_in
+from learner.models.trained_rows import train_rows_alone
 from learner.runs.console import counted
-from learner.stages.tokens import CoordVocab, Tokenizer
+from learner.stages.tokens import CoordVocab, Tokenizer, token_table
 from shared_contracts.errors import ContractError
 
 _WHOLE = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
@@ -49,18 +49,32 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """model: to train, possibly wrapped by peft; inner: the multimodal module in it.
+    """A model with its processor.
 
-    notes: messages for the terminal on what is trained.
+    model: to train, possibly wrapped by peft. notes: messages for the terminal on what is trained.
     """
 
     model: nn.Module
-    inner: Multimodal
     processor: ProcessorMixin
-    tokenizer: Tokenizer
-    vocab: CoordVocab
     notes: tuple[str, ...] = ()
-    family: Family = QWEN_VL
+
+    @property
+    def family(self) -> Family:
+        return family_of(whole_model(self.model))
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The multimodal module."""
+        return self.family.inner(whole_model(self.model))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer: Tokenizer = self.processor.tokenizer
+        return tokenizer
+
+    @property
+    def vocab(self) -> CoordVocab:
+        return token_table(self.tokenizer).vocab
 
 
 def on_meta(config: Config) -> PreTrainedModel:
@@ -191,7 +205,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     check_parts(model)
     with loading("model.model", str(config.model.model), _WHOLE):
         processor = read_processor(config.model.model)
-    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
+    vocab = token_table(processor.tokenizer).vocab
     family = family_of(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -199,7 +213,6 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     use_product(model, family.patch_embedding)
     if family.linear_attention is not None:
         separate_segments(model, family.linear_attention)
-    inner = family.inner(model)
     rates = {"vision": config.training.vit_lr, "aligner": config.training.aligner_lr}
     for name, parameter in model.named_parameters():
         if rates.get(family.part_of(name)) == 0:  # saves its gradient and optimizer state
@@ -207,7 +220,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
     compute_in(trained, config.model.torch_dtype)
-    return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, notes, family)
+    return LoadedModel(trained, processor, notes)
 
 
 def read_processor(folder: Path) -> ProcessorMixin:
@@ -271,11 +284,13 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
         trainable_token_indices=own_rows,
     )
     try:
-        return get_peft_model(model, lora)
+        adapted = get_peft_model(model, lora)
     except ValueError as error:
         raise ContractError(
             "tuner.target_modules", f"peft cannot adapt them ({error})", "Name linear layers"
         ) from error
+    train_rows_alone(adapted)
+    return adapted
 
 
 def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from learner.models.attention import image_bounds, packed_bounds, without_search
-from learner.models.families import vision_inputs
-from learner.models.head import chunked, output_head
+from learner.models.families import family_of
+from learner.models.head import chunked, output_head, reading, whole_model
 from learner.models.packs import Pack
 from learner.objectives.logit_stats import HeadInput
 
@@ -29,61 +29,49 @@ def packed_forward(
 ) -> T:
     """One forward of the pack, without a cache; what `read` makes of the input of the head.
 
-    `read` runs in the place of the head, within the model's forward: there FSDP2 has the head's
-    weights, and what it returns is the output of whatever wraps the model.
+    `read` is called in the place of the head, within the model's forward: there FSDP2 has the
+    head's weights, and gathers them again before the backward of what `read` returns. What it
+    returns is the output of whatever wraps the model.
 
     embeddings: (1, L, hidden) in the place of the token ids; the model looks for its image
         placeholders in them and puts what it sees there.
     """
-    head = output_head(model)
-    given: list[Tensor] = []
+    head, whole = output_head(model), whole_model(model)
+    vocabulary = whole.config.get_text_config().vocab_size
 
-    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        given.append(args[0])
-        return (args[0][:, :0],)
+    def read_rows(hidden: Tensor) -> T:
+        return read(HeadInput(hidden.squeeze(0), chunked(head), vocabulary))
 
-    def instead(_: nn.Module, __: tuple[Tensor], nothing: Tensor) -> T:
-        return read(HeadInput(given.pop().squeeze(0), chunked(head), nothing.shape[-1]))
-
-    # `instead` runs before FSDP2's own hook. So FSDP2 gathers the head again before the backward of
-    # what `read` returns, for each of several forwards.
-    hooks = [
-        head.register_forward_pre_hook(before),
-        head.register_forward_hook(instead, prepend=True),
-    ]
-    try:
-        with _known_on_host(model, pack):
-            output = model(
-                input_ids=pack.input_ids if embeddings is None else None,
-                inputs_embeds=embeddings,
-                position_ids=pack.position_ids,
-                **vision_inputs(pack.family, pack, pack.mm_token_types),
-                **packed_bounds(pack.bounds, max(pack.lengths)),
-                attention_mask=None,
-                use_cache=False,
-            )
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _known_on_host(whole, pack), reading(head, read_rows):
+        output = model(
+            input_ids=pack.input_ids if embeddings is None else None,
+            inputs_embeds=embeddings,
+            position_ids=pack.position_ids,
+            **family_of(whole).vision_inputs(pack, pack.mm_token_types),
+            **packed_bounds(pack.bounds, max(pack.lengths)),
+            attention_mask=None,
+            use_cache=False,
+        )
     found: T = output.logits
     return found
 
 
 @contextmanager
-def _known_on_host(model: nn.Module, pack: Pack) -> Iterator[None]:
+def _known_on_host(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
     """Within the block, forwards of `model` get what the host knows of a pack.
 
     So the host waits for nothing that it knows. Hooks hand it to the modules inside of `model`: DDP
     and FSDP2 move every tensor that they are called with to the device, and FSDP2 rounds it.
     """
-    inner: Any = pack.family.inner(whole_model(model))
+    family = family_of(model)
+    inner: Any = family.inner(model)
     of_inner = without_search(inner.config.get_text_config(), pack.bounds)
-    if pack.family.linear_attention is not None:
+    if family.linear_attention is not None:
         of_inner["segment_lengths"] = pack.lengths
     hooks = []
     if pack.patches is not None:
         of_inner["image_grid_thw"] = pack.image_grid_thw
-        windowed = pack.family.windowed(inner)
+        windowed = family.windowed(inner)
         bounds = image_bounds(inner.config.vision_config, pack.patches, windowed)
         hooks.append(_adding(inner.visual, {**pack.patches.rows, **bounds}))
     hooks.append(_adding(inner, of_inner))
@@ -92,11 +80,6 @@ def _known_on_host(model: nn.Module, pack: Pack) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def whole_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers, whatever it is wrapped in."""
-    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def _adding(module: nn.Module, arguments: dict[str, Any]) -> RemovableHandle:

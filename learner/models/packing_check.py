@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.models.families import Family
-from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.packed_forward import packed_forward, whole_model
+from learner.models.families import family_of
+from learner.models.head import whole_model
+from learner.models.packed_forward import packed_forward
 from learner.models.packs import IMAGE, make_pack, make_segment
 from learner.models.prompts import EncodedPrompt
 from learner.types import Role, Target
@@ -16,14 +16,14 @@ from shared_contracts.errors import ContractError
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
+def check_packing(model: nn.Module) -> None:
     """Change text and image of the first of two segments, and compare the second one's logits.
 
     Raises ContractError if they differ: the attention does not separate segments.
     """
     was_training = model.training
     model.eval()
-    moved = (_second_of_two(model, family, 1) - _second_of_two(model, family, 2)).abs().max().item()
+    moved = (_second_of_two(model, 1) - _second_of_two(model, 2)).abs().max().item()
     model.train(was_training)
     if not moved <= 1e-3:  # also if it is NaN
         raise ContractError(
@@ -34,14 +34,14 @@ def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
         )
 
 
-def _second_of_two(model: nn.Module, family: Family, first: int) -> Tensor:
+def _second_of_two(model: nn.Module, first: int) -> Tensor:
     """Return the logits (L, V) of the second of two segments in a row.
 
     first: value of the first segment's pixels and tokens. A segment has an image of one token and
     7 tokens of text.
     """
     whole = whole_model(model)
-    inner: Any = family.inner(whole)
+    inner: Any = family_of(whole).inner(whole)
     tower, patch = inner.visual, inner.visual.patch_embed
     side = tower.spatial_merge_size
     values = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2

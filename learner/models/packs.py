@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from learner.models.families import Family, Multimodal, family_of
-from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.families import family_of
 from learner.models.patches import Patches
 from learner.models.prompts import EncodedPrompt
 from learner.objectives.logit_stats import Supervision
@@ -25,20 +26,19 @@ class Segment:
     """One sample, teacher-forced: prompt (P ids) + target (T ids), L = P + T.
 
     has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
-    model: the inner multimodal model; only a segment without images may have none.
+    model: the inner multimodal model.
     kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
         nats; none where they were not requested (LOGP-01).
     advantages: of the same ids; zeros where answers are not compared (GROUP-01).
     """
 
+    model: PreTrainedModel
     sample_id: str
     prompt: EncodedPrompt
     target: Target
     input_ids: Tensor
     position_ids: Tensor
     has_dropped: bool
-    family: Family = QWEN_VL
-    model: Multimodal | None = None
     kept_logprobs: Sequence[float] = ()
     advantages: Sequence[float] = ()
 
@@ -63,7 +63,6 @@ class Pack:
     supervision: Supervision
     bounds: Tensor
     lengths: tuple[int, ...]
-    family: Family = QWEN_VL
     patches: Patches | None = None
 
     def __len__(self) -> int:
@@ -79,7 +78,7 @@ class Pack:
 
 
 def make_segment(
-    model: Multimodal,
+    model: PreTrainedModel,
     sample_id: str,
     prompt: EncodedPrompt,
     target: Target,
@@ -93,9 +92,8 @@ def make_segment(
     """
     tail = torch.tensor(target.token_ids, dtype=torch.long)
     ids = torch.cat([prompt.ids, tail])
-    types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
-    family = family_of(model)
-    positions = family.positions(model, ids, types, prompt.image_grid_thw)
+    types = _types(prompt, target)
+    positions = family_of(model).positions(model, ids, types, prompt.image_grid_thw)
     for position in chain.from_iterable(group.positions for group in target.coord_groups):
         if not 0 <= position < len(tail):
             raise ContractError(
@@ -104,17 +102,21 @@ def make_segment(
                 "This is a defect of the target construction; please report the sample",
             )
     return Segment(
+        model,
         sample_id,
         prompt,
         target,
         ids,
         positions,
         has_dropped,
-        family,
-        model,
         kept_logprobs,
         advantages,
     )
+
+
+def _types(prompt: EncodedPrompt, target: Target) -> Tensor:
+    """Return the `mm_token_types` of a segment, (L,); a target is text."""
+    return pad(prompt.mm_token_types, (0, len(target.token_ids)))
 
 
 def _supervision(segments: Sequence[Segment]) -> Supervision:
@@ -159,23 +161,19 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
     """Concatenate segments; labels and slots move by each segment's offset."""
     pixels = [s.prompt.pixel_values for s in segments if s.prompt.pixel_values is not None]
     grids = [s.prompt.image_grid_thw for s in segments if s.prompt.image_grid_thw is not None]
-    types = [
-        torch.cat([s.prompt.mm_token_types, torch.zeros(len(s.target.token_ids), dtype=torch.long)])
-        for s in segments
-    ]
-    family, model = segments[0].family, segments[0].model
+    model = segments[0].model
+    family = family_of(model)
     grid = torch.cat(grids) if grids else None
     lengths = [len(segment) for segment in segments]
     return Pack(
         sample_ids=[s.sample_id for s in segments],
         input_ids=torch.cat([s.input_ids for s in segments])[None],
         position_ids=family.position_ids(torch.cat([s.position_ids for s in segments], dim=1)),
-        mm_token_types=torch.cat(types)[None],
+        mm_token_types=torch.cat([_types(s.prompt, s.target) for s in segments])[None],
         pixel_values=torch.cat(pixels) if pixels else None,
         image_grid_thw=grid,
         supervision=_supervision(segments),
         bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         lengths=tuple(lengths),
-        family=family,
-        patches=None if grid is None or model is None else family.patches(model, grid),
+        patches=None if grid is None else family.patches(model, grid),
     )

@@ -72,9 +72,9 @@ class PromptEncoder:
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(ENCODING_THREADS, "encoder")
-        self._running: dict[str, Future[EncodedPrompt]] = {}
-        self._kept: OrderedDict[str, EncodedPrompt] = OrderedDict()  # the least recently used first
-        self._kept_bytes = 0
+        # Running and finished ones, the least recently used first, and the bytes of the finished.
+        self._encodings: OrderedDict[str, Future[EncodedPrompt]] = OrderedDict()
+        self._sizes: dict[str, int] = {}
         # Samples of `ahead` without a caller yet.
         self._ahead: dict[str, Sample] = {}
         self._largest = 0  # bytes of any encoding so far
@@ -82,11 +82,9 @@ class PromptEncoder:
     def __call__(self, sample: Sample) -> EncodedPrompt:
         with self._lock:
             self._ahead.pop(sample.sample_id, None)
-            if (known := self._kept.get(sample.sample_id)) is not None:
-                self._kept.move_to_end(sample.sample_id)
-                self._start_ahead()
-                return known
-            encoding = self._running.get(sample.sample_id) or self._start(sample)
+            encoding = self._encodings.get(sample.sample_id) or self._start(sample)
+            self._encodings.move_to_end(sample.sample_id)
+            self._start_ahead()
         return encoding.result()
 
     @contextmanager
@@ -111,48 +109,48 @@ class PromptEncoder:
 
     def _start(self, sample: Sample) -> Future[EncodedPrompt]:
         future = self._threads.submit(self._encode, sample)
-        self._running[sample.sample_id] = future
+        self._encodings[sample.sample_id] = future
         return future
 
     def _start_ahead(self) -> None:
         """Start samples of `ahead`, as long as encodings of the largest size so far fit."""
-        waiting = sum(self._kept[each].num_bytes for each in self._ahead if each in self._kept)
+        waiting = sum(self._sizes.get(sample_id, 0) for sample_id in self._ahead)
         for sample_id, sample in self._ahead.items():
-            if len(self._running) >= ENCODING_THREADS:
+            running = len(self._encodings) - len(self._sizes)
+            if running >= ENCODING_THREADS:
                 return
-            if sample_id in self._kept or sample_id in self._running:
+            if sample_id in self._encodings:
                 continue
-            expected = waiting + (len(self._running) + 1) * self._largest
-            if expected > self._cache_bytes and (self._running or waiting):
+            expected = waiting + (running + 1) * self._largest
+            if expected > self._cache_bytes and (running or waiting):
                 return
             with suppress(RuntimeError):  # the program ends
                 self._start(sample)
 
     def _encode(self, sample: Sample) -> EncodedPrompt:
-        encoded = None
+        size = None
         try:
             request = build_request(sample, self._prompt, self._system)
             encoded = encode_request(self._processor, request)
+            size = encoded.num_bytes
             return encoded
         finally:
             with self._lock:
-                del self._running[sample.sample_id]
-                if encoded is None or not self._keep(sample.sample_id, encoded):
-                    self._ahead.pop(sample.sample_id, None)  # a later caller starts it again
+                self._finish(sample.sample_id, size)
                 self._start_ahead()
 
-    def _keep(self, sample_id: str, encoded: EncodedPrompt) -> bool:
-        """Put an encoding into the cache; return false if those of `ahead` leave no room."""
-        size = encoded.num_bytes
+    def _finish(self, sample_id: str, size: int | None) -> None:
+        """Keep an encoding of `size` bytes, in the place of older ones; None: it has failed."""
+        if size is None:
+            del self._encodings[sample_id]
+            self._ahead.pop(sample_id, None)
+            return
+        self._sizes[sample_id] = size
         self._largest = max(self._largest, size)
-        while self._kept_bytes + size > self._cache_bytes:
-            oldest = next((each for each in self._kept if each not in self._ahead), None)
-            if oldest is None:
-                return False
-            self._kept_bytes -= self._kept.pop(oldest).num_bytes
-        self._kept[sample_id] = encoded
-        self._kept_bytes += size
-        return True
+        used = [each for each in self._encodings if each in self._sizes and each not in self._ahead]
+        while sum(self._sizes.values()) > self._cache_bytes and used:
+            oldest = used.pop(0)
+            del self._encodings[oldest], self._sizes[oldest]
 
 
 def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:

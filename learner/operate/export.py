@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from learner.config.schema import Config
 from learner.config.yaml12 import read_mapping
 from learner.data.checkpoint import Checkpoint
-from learner.models.families import family_of, vision_inputs
+from learner.models.families import family_of
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
 from learner.models.prompts import encode_request
@@ -40,7 +40,6 @@ from learner.runs.atomic_files import publish_directory, require_free
 from learner.runs.checkpoint import newest_whole
 from learner.runs.hub import push_folder
 from learner.runs.run_folder import RESOLVED
-from learner.stages.tokens import CoordVocab
 from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -171,7 +170,7 @@ def logits_of(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> T
     prompt = encode_request(processor, prompts()[name])
     inputs: dict[str, Tensor | None] = {
         "input_ids": prompt.ids[None],
-        **vision_inputs(family_of(model), prompt, prompt.mm_token_types[None]),
+        **family_of(model).vision_inputs(prompt, prompt.mm_token_types[None]),
     }
     with evaluating(model):
         output = model(**{name: t for name, t in inputs.items() if t is not None}, use_cache=False)
@@ -186,11 +185,7 @@ def _prove_by_vllm(model: PreTrainedModel, processor: ProcessorMixin, part: Path
     if device == "gpu":
         options += ["--gpus", "0"]
     dtype: DtypeName = next(n for n in DTYPE_BYTES if getattr(torch, n) == model.dtype)
-    tokenizer = processor.tokenizer
-    vocab = CoordVocab.from_tokenizer(tokenizer)
-    family = family_of(model)
-    loaded = LoadedModel(model, family.inner(model), processor, tokenizer, vocab, family=family)
-    proof = ProofOfEffect(loaded, "full")
+    proof = ProofOfEffect(LoadedModel(model, processor), "full")
     environment = {**environ, TOKEN_VARIABLE: token}
     environment.pop(TOKEN_FILE_VARIABLE, None)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from learner.config.schema import Config
-from learner.models.families import Multimodal
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import Pack, Segment, make_segment
 from learner.models.prompts import EncodedPrompt, PromptEncoder
@@ -44,7 +44,7 @@ _TEACHER_FORCED = SelfContext()
 class Encoding:
     """inner: the multimodal module of the model. prompt: encodes a sample's image and question."""
 
-    inner: Multimodal
+    inner: PreTrainedModel
     prompt: PromptEncoder
     tokenizer: Tokenizer
     field_order: FieldOrder

@@ -153,7 +153,7 @@ def train_as(
         with waiting_for("the model to be loaded"):
             loaded = load(start.tuned(config))
             if config.training.packing:
-                check_packing(loaded.model, loaded.family)
+                check_packing(loaded.model)
         for note in loaded.notes if peers.rank == 0 else ():
             tell(console, note)
         optimizer = build_optimizer(loaded.model, config.training, loaded.family)

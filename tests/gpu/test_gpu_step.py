@@ -92,7 +92,7 @@ class Learning:
     @classmethod
     def of(cls, config: Config, loaded: LoadedModel, samples: list[Sample]) -> "Learning":
         loaded.model.train()
-        check_packing(loaded.model, loaded.family)
+        check_packing(loaded.model)
         recipe = recipe_of(config, loaded)
         pack = longest_pack(config, recipe.channel_a.segments(samples))[0].to(torch.device("cuda"))
         optimizer = build_optimizer(loaded.model, config.training, loaded.family)

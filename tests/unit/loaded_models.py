@@ -8,9 +8,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.models.families import family_of
 from learner.models.load import LoadedModel, load_model
-from learner.stages.tokens import CoordVocab
 from tests.unit.small_run import small_mapping
 from tests.unit.toy_learner import with_awake_adapters
 
@@ -18,17 +16,7 @@ from tests.unit.toy_learner import with_awake_adapters
 def loaded_from(checkpoint: Path) -> LoadedModel:
     """A model in training whose weights are those of the checkpoint."""
     model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    tokenizer = processor.tokenizer
-    model.train()
-    return LoadedModel(
-        model,
-        model.model,
-        processor,
-        tokenizer,
-        CoordVocab.from_tokenizer(tokenizer),
-        family=family_of(model),
-    )
+    return LoadedModel(model.train(), AutoProcessor.from_pretrained(checkpoint))
 
 
 def load_small(checkpoint: Path, data: ToyData, out: Path, **changed: Any) -> LoadedModel:

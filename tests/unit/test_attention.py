@@ -236,17 +236,17 @@ def test_a_gpu_is_waited_for_as_often_whatever_the_depth(
 
 @pytest.mark.req("PACK-04")
 def test_images_whose_bounds_are_wrong_are_noticed(loaded: LoadedModel) -> None:
-    tower: Any = loaded.inner.visual  # type: ignore[attr-defined]
+    tower: Any = loaded.inner.visual
 
     def lose(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         bounds = kwargs["patch_bounds"]
         return args, {**kwargs, "patch_bounds": bounds[[0, -1]], "longest_image": int(bounds[-1])}
 
-    check_packing(loaded.model, loaded.family)
+    check_packing(loaded.model)
     for block in tower.blocks:
         block.register_forward_pre_hook(lose, with_kwargs=True)
     with pytest.raises(ContractError, match=r"training\.packing"):
-        check_packing(loaded.model, loaded.family)
+        check_packing(loaded.model)
 
 
 @pytest.mark.parametrize("choice", ["flash_attention_2", "flash_attention_3"])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.full_size import peak_of
 from learner.models import head
 from learner.models.head import chunked
+from learner.models.trained_rows import train_rows_alone
 from tests.unit.tensor_shapes import Shapes
 
 pytestmark = pytest.mark.req("FULL-02")
@@ -87,22 +88,34 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight() -> None:
+def test_rows_that_peft_trains_need_no_copy_of_the_weight() -> None:
     task = double(tied=False)
-    adapted = nn.Linear(4, 4, dtype=torch.float64)
-    model: Any = nn.Sequential(OrderedDict(adapted=adapted, lm_head=task.head))
-    lora = LoraConfig(target_modules=["adapted"], trainable_token_indices={"lm_head": [3, 40, 41]})
-    wrapped: Any = get_peft_model(model, lora).base_model.model[1]
-    rows = wrapped.token_adapter.trainable_tokens_delta["default"]
+    embedding = nn.Embedding.from_pretrained(task.weight.detach().clone())
+    parts = OrderedDict(adapted=nn.Linear(4, 4), embedding=embedding, lm_head=task.head)
+    indices = {"lm_head": [3, 40, 41], "embedding": [2, 5]}
+    lora = LoraConfig(target_modules=["adapted"], trainable_token_indices=indices)
+    adapted: Any = get_peft_model(nn.Sequential(parts), lora)  # type: ignore[arg-type]
+    embedding, head = adapted.base_model.model[1:]
+    rows = [part.token_adapter.trainable_tokens_delta["default"] for part in (embedding, head)]
     with torch.no_grad():
-        rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
-    both: Any = (rows, task.rows)
-    wanted = torch.autograd.grad(task.loss(wrapped.forward), both)
+        for each in rows:
+            each += torch.randn(each.shape, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[5, 3, 2, 2, 0]])
+    both = (*rows, task.rows)
+
+    def found() -> tuple[Tensor, ...]:
+        output = embedding(ids)
+        loss = task.loss(chunked(head)) + output.square().sum()
+        return (output, *torch.autograd.grad(loss, both))
+
+    wanted = found()
+    train_rows_alone(adapted)
     with Shapes() as shapes:
-        found = torch.autograd.grad(task.loss(chunked(wrapped)), both)
-    torch.testing.assert_close(found, wanted)
-    assert tuple(rows.shape) in shapes.made
+        torch.testing.assert_close(found(), wanted)
+    assert all(tuple(each.shape) in shapes.made for each in rows)
     assert not shapes.with_sides(*task.weight.shape)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(embedding(ids), task.weight[ids])
 
 
 @pytest.mark.parametrize(

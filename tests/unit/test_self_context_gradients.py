@@ -23,7 +23,6 @@ from learner.models.self_context import SelfContext
 from learner.models.toy import build_toy_model, toy_config
 from learner.objectives.bbox_geo import BboxGeoConfig
 from learner.objectives.logit_stats import ForwardStats
-from learner.stages.tokens import CoordVocab
 from learner.types import Sample
 from tests.unit.packed_logits import as_given
 from tests.unit.toy_learner import (
@@ -78,12 +77,10 @@ def wide() -> Iterator[None]:
 def models(toy_checkpoint: Path) -> dict[bool, LoadedModel]:
     """Of random weights in float64, in training; by whether the head is tied."""
     processor = AutoProcessor.from_pretrained(toy_checkpoint)
-    tokenizer = processor.tokenizer
-    vocab = CoordVocab.from_tokenizer(tokenizer)
 
     def made(tie: bool) -> LoadedModel:
-        model = build_toy_model(toy_config(tokenizer, tie), seed=0).double().train()
-        return sharpened(LoadedModel(model, model.model, processor, tokenizer, vocab), 8)
+        model = build_toy_model(toy_config(processor.tokenizer, tie), seed=0).double().train()
+        return sharpened(LoadedModel(model, processor), 8)
 
     return {tie: made(tie) for tie in (False, True)}
 

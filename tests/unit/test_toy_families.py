@@ -58,7 +58,7 @@ def test_packed_equals_separate_and_plain_transformers(
 ) -> None:
     loaded = load(model={"attn_implementation": attention})
     loaded.model.eval()
-    check_packing(loaded.model, loaded.family)
+    check_packing(loaded.model)
     segments = ToyLearner(loaded).channel_a.segments(samples)
     plain = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     plain.load_state_dict(loaded.model.state_dict())
@@ -103,18 +103,18 @@ def test_windows_that_are_wrong_are_noticed(
     if checkpoint.name != "qwen2_5_vl":
         pytest.skip("it has no windows")
     loaded = load()
-    tower: Any = loaded.inner.visual  # type: ignore[attr-defined]
+    tower: Any = loaded.inner.visual
 
     def lose(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         windows = kwargs["windowed"].windows
         whole = type(windows).of(windows.on_host[[0, -1]])
         return args, {**kwargs, "windowed": kwargs["windowed"]._replace(windows=whole)}
 
-    check_packing(loaded.model, loaded.family)
+    check_packing(loaded.model)
     for block in tower.blocks:
         block.register_forward_pre_hook(lose, with_kwargs=True)
     with pytest.raises(ContractError, match=r"training\.packing"):
-        check_packing(loaded.model, loaded.family)
+        check_packing(loaded.model)
 
 
 # --- images, adapters, learning rates, arithmetic

@@ -13,6 +13,7 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from learner.config import parse_config
+from learner.models.head import output_head
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack, make_pack
 from learner.models.prompts import PromptEncoder
@@ -27,7 +28,6 @@ from learner.types import Channel, RolloutOutput, Sample
 from tests.unit.answers import encode
 from tests.unit.config_faults import WARMUP
 from tests.unit.loss_rows import COORD_REG, TOKEN_CE, bbox_geo, coord_reg, declared, token_ce
-from tests.unit.packed_logits import logits_through
 from tests.unit.small_run import rollout
 
 PROMPT = "Detect every object in the image."
@@ -144,17 +144,15 @@ def forwards_of(model: nn.Module) -> Iterator[list[Forward]]:
         assert args == ()
         arguments.append({name: _copy(value) for name, value in kwargs.items()})
 
-    def keep(logits: Tensor) -> Tensor:
-        assert logits.shape[0] == 1
+    def keep(head: Any, args: tuple[Tensor]) -> None:
+        logits = type(head).forward(head, args[0])
         seen.append(Forward(arguments.pop(), _copy(logits[0]), logits.requires_grad))
-        return logits
 
-    hook = model.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        with logits_through(model, keep):
-            yield seen
-    finally:
-        hook.remove()
+    with (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        output_head(model).register_forward_pre_hook(keep),
+    ):
+        yield seen
 
 
 def _copy(value: Any) -> Any:

@@ -10,15 +10,18 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from learner.data.checkpoint import read_json
 from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
+    from learner.models.packs import Pack
     from learner.models.patches import Patches
+    from learner.models.prompts import EncodedPrompt
 
 # Parts of the model with a learning rate each.
 Part = Literal["language", "vision", "aligner"]
@@ -105,18 +108,6 @@ def _not_of_qwen(where: Path, found: str) -> ContractError:
     )
 
 
-class Multimodal(Protocol):
-    """The multimodal module of a model: embeddings, positions, vision.
-
-    config: transformers' config, with `model_type`.
-    """
-
-    config: Any
-
-    def get_input_embeddings(self) -> "nn.Module":
-        """Return the module that maps token ids to embeddings."""
-
-
 class Family:
     """Qwen2-VL, and the base class of the other families.
 
@@ -137,9 +128,9 @@ class Family:
         """Return the rule for the tokens of an image, from a checkpoint. Imports no torch."""
         return QwenImageRule.of_checkpoint(folder)
 
-    def inner(self, model: Any) -> Multimodal:
+    def inner(self, model: Any) -> "PreTrainedModel":
         """Return the multimodal module of a model for conditional generation."""
-        inner: Multimodal = model.model
+        inner: PreTrainedModel = model.model
         return inner
 
     def part_of(self, name: str) -> Part:
@@ -163,6 +154,13 @@ class Family:
 
         rows = {"position_ids": get_vision_position_ids(grid, inner.visual.spatial_merge_size)}
         return Patches(rows, Runs.of(get_vision_cu_seqlens(grid)))
+
+    def vision_inputs(
+        self, images: "EncodedPrompt | Pack", types: "Tensor"
+    ) -> "dict[str, Tensor | None]":
+        """Return the arguments of a forward beside ids and positions. types: 1 at image tokens."""
+        values = (types, images.pixel_values, images.image_grid_thw)
+        return dict(zip(self.inputs, values, strict=True))
 
     def windowed(self, inner: Any) -> "Collection[nn.Module]":
         """Return the attention modules of the vision tower that attend within windows."""

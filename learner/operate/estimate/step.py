@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from learner.config.schema import Config, LoraTuner
-from learner.models.families import family_of
 from learner.models.flops import Arithmetic
 from learner.models.load import LoadedModel, on_meta, read_processor, tuned
 from learner.models.packs import Pack, Segment, make_pack
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.packing import StepPacker
-from learner.stages.tokens import CoordVocab
+from learner.stages.tokens import token_table
 from learner.training.recipes import recipe_of
 from learner.types import Channel, Sample
 from shared_contracts.footprint import GIB
@@ -130,15 +129,14 @@ def meta_model(config: Config) -> LoadedModel:
     Raises as `on_meta` and `tuned` do.
     """
     model, tuner = on_meta(config), config.tuner
-    processor, family = read_processor(config.model.model), family_of(model)
-    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
+    processor = read_processor(config.model.model)
+    vocab = token_table(processor.tokenizer).vocab
     rows = list[int]()
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
         rows = [] if tuner.train_coordinate_rows is False else vocab.ids
     with torch.device("meta"):
         trained = tuned(model, tuner, rows)
-    inner = family.inner(model)
-    return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, (), family)
+    return LoadedModel(trained, processor)
 
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:

@@ -18,7 +18,6 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from learner.models.families import vision_inputs
 from learner.models.load import LoadedModel
 from learner.models.prompts import EncodedPrompt, encode_request
 from learner.rollout.answers import check_prompt_ids, output_of
@@ -137,7 +136,7 @@ class ProofOfEffect:
         inputs: dict[str, Tensor | None] = {
             "input_ids": ids[None],
             "position_ids": family.position_ids(positions),
-            **vision_inputs(family, prompt, types[None]),
+            **family.vision_inputs(prompt, types[None]),
         }
         there = {name: t.to(device) for name, t in inputs.items() if t is not None}
         with evaluating(loaded.model):

@@ -1,0 +1,42 @@
+"""Rows of the vocabulary that LoRA trains as they are, beside its adapters.
+
+peft copies the whole (V, H) weight for each use, once per chunk of the head, and makes a gradient
+of that size. `TrainedRows` computes the outputs of the trained rows separately: they replace those
+of the frozen rows.
+"""
+
+from typing import Any
+
+import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+
+class TrainedRows(TrainableTokensLayer):
+    """The layer of an embedding, or of a head without bias."""
+
+    def forward_adapters(
+        self, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Ids (...) -> (..., H) of an embedding; rows (..., H) -> logits (..., V) of a head."""
+        base: Any = self.get_base_layer()
+        frozen: Tensor = base(x)
+        if self.disable_adapters:
+            return frozen
+        (name,) = active_adapters
+        rows = self.trainable_tokens_delta[name].to(base.weight.dtype)
+        ids = torch.tensor(self.token_indices[name], device=x.device)
+        if isinstance(base, nn.Linear):
+            return frozen.index_copy(-1, ids, linear(x, rows))
+        place = torch.full((base.num_embeddings,), -1, device=x.device)
+        place[ids] = torch.arange(len(ids), device=x.device)
+        own = place[x]
+        return torch.where((own >= 0)[..., None], embedding(own.clamp(min=0), rows), frozen)
+
+
+def train_rows_alone(model: nn.Module) -> None:
+    """Make each layer of peft that trains rows a `TrainedRows`, in place."""
+    for module in model.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.__class__ = TrainedRows
