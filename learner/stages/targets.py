@@ -1,6 +1,6 @@
 """`Y_train`: the target of one sample, and the role of each of its tokens.
 
-`assess` and `with_target` run the stages: RolloutOutput -> ParsedRollout -> MatchResult -> Target.
+`run_stages` runs the stages: RolloutOutput -> ParsedRollout -> MatchResult -> Target.
 
     rollout   {"object_1": {cat}, "object_2": {ghost}}      ground truth: cat, dog
     prefix    {"object_1": {cat}, "object_2": {ghost}       ids taken over as they are
@@ -18,6 +18,7 @@ coordinate of the prediction (OT-01).
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
 from learner.stages.clean_prefix import (
     NotRemovable,
     clean,
@@ -33,8 +35,10 @@ from learner.stages.clean_prefix import (
     repeats,
     without_false_positives,
 )
-from learner.stages.formats import AnswerFormat, ReadBack, object_key
+from learner.stages.formats import AnswerFormat, ReadBack, answer_format, object_key
 from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.matching import match_objects
+from learner.stages.rewards import with_rewards
 from learner.stages.tokens import CoordVocab, Tokenizer, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
 from learner.types import (
@@ -343,6 +347,43 @@ def with_target(
     except (NotRemovable, TargetUnreadable) as error:
         return assessed._replace(left_out=str(error))
     return assessed._replace(target=target)
+
+
+def run_stages(
+    samples: Sequence[Sample],
+    rollouts: Sequence[RolloutOutput],
+    tokenizer: Tokenizer,
+    config: Config,
+) -> list[AssessedRollout]:
+    """Run all stages of channel B on answers: parse, match, target, and rewards of whole groups.
+
+    samples: one for each answer.
+    """
+    answers, matching = answer_format(config), config.rollout_matching.matching
+    assessed = [
+        with_target(
+            assess(
+                sample,
+                rollout,
+                tokenizer,
+                partial(match_objects, config=matching),
+                allow_poly=config.allow_poly,
+                answers=answers,
+                duplicate_iou=config.duplicate_iou,
+            ),
+            tokenizer,
+            config.custom.object_field_order,
+            matching,
+            answers,
+            allow_poly=config.allow_poly,
+            matched_only=config.matched_only,
+            whole=config.whole_answers,
+        )
+        for sample, rollout in zip(samples, rollouts, strict=True)
+    ]
+    if config.group_relative is None:
+        return assessed
+    return with_rewards(assessed, config.group_relative, matching.maskiou_resolution)
 
 
 def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:

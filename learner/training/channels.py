@@ -9,7 +9,6 @@ Generation is never packed. Answers are not repaired. All unmatched ground truth
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,14 +23,12 @@ from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.answers import check_prompt_ids
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
-from learner.stages.matching import match_objects
-from learner.stages.rewards import token_advantages, with_rewards
+from learner.stages.rewards import token_advantages
 from learner.stages.targets import (
     TargetUnreadable,
-    assess,
     build_ground_truth_target,
     kept_logprobs,
-    with_target,
+    run_stages,
 )
 from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample
@@ -92,7 +89,6 @@ class ChannelB:
     def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
         self._encoding = encoding
         self._config = config
-        self._matching = config.rollout_matching.matching
         self._start = start
         self.answers_per_sample = config.answers_per_sample
 
@@ -108,7 +104,6 @@ class ChannelB:
         samples: one for each answer; each sample `answers_per_sample` times in a row.
         """
         own, prompts = self._encoding, list[EncodedPrompt]()
-        assessed: list[AssessedRollout] = []
         for sample, rollout in zip(samples, rollouts, strict=True):
             prompt = own.prompt(sample)
             prompts.append(prompt)
@@ -116,9 +111,7 @@ class ChannelB:
             check_prompt_ids(
                 sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
             )
-            assessed.append(self.assess(sample, rollout))
-        if (groups := self._config.group_relative) is not None:
-            assessed = with_rewards(assessed, groups, self._matching.maskiou_resolution)
+        assessed = run_stages(samples, rollouts, own.tokenizer, self._config)
         segments = [
             make_segment(
                 own.inner,
@@ -138,26 +131,3 @@ class ChannelB:
         start_nll = None if self._start is None else self._start.forward(pack, reader.kept)
         stats = packed_forward(model, pack, reader.anchor)
         return ForwardStats(stats, stats, start_nll)
-
-    def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
-        """Parse and match an answer, and add its target."""
-        own, config = self._encoding, self._config
-        assessed = assess(
-            sample,
-            rollout,
-            own.tokenizer,
-            partial(match_objects, config=self._matching),
-            allow_poly=config.allow_poly,
-            answers=own.answers,
-            duplicate_iou=config.duplicate_iou,
-        )
-        return with_target(
-            assessed,
-            own.tokenizer,
-            own.field_order,
-            self._matching,
-            own.answers,
-            allow_poly=config.allow_poly,
-            matched_only=config.matched_only,
-            whole=config.whole_answers,
-        )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from learner.runs.metrics import Payload, rollout_payload
 from learner.runs.resume import data_digest
 from learner.runs.rollout_log import StepAnswer
 from learner.runs.run_folder import RunFolder
-from learner.stages.formats import answer_format
-from learner.stages.matching import match_objects
 from learner.stages.packing import StepPacker
-from learner.stages.rewards import with_rewards
-from learner.stages.targets import assess, with_target
+from learner.stages.targets import run_stages
 from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout
 from shared_contracts.errors import ContractError
@@ -192,34 +188,9 @@ class Rebuilder:
 
     def rebuild(self, answers: Sequence[StepAnswer]) -> Rebuilt:
         """Parse and match the answers of a process, build targets, and compute group rewards."""
-        assessed = [self._assessed(answer) for answer in answers]
-        if (groups := self.config.group_relative) is not None:
-            resolution = self.config.rollout_matching.matching.maskiou_resolution
-            assessed = with_rewards(assessed, groups, resolution)
+        samples, rollouts = [each.sample for each in answers], [each.rollout for each in answers]
+        assessed = run_stages(samples, rollouts, self.tokenizer, self.config)
         return list(zip(answers, assessed, strict=True))
-
-    def _assessed(self, answer: StepAnswer) -> AssessedRollout:
-        config, matching = self.config, self.config.rollout_matching.matching
-        answers = answer_format(config)
-        assessed = assess(
-            answer.sample,
-            answer.rollout,
-            self.tokenizer,
-            partial(match_objects, config=matching),
-            allow_poly=config.allow_poly,
-            answers=answers,
-            duplicate_iou=config.duplicate_iou,
-        )
-        return with_target(
-            assessed,
-            self.tokenizer,
-            config.custom.object_field_order,
-            matching,
-            answers,
-            allow_poly=config.allow_poly,
-            matched_only=config.matched_only,
-            whole=config.whole_answers,
-        )
 
     def packed(self, own: Rebuilt) -> tuple[RebuiltPacks, Payload]:
         """Return the packs and the counts of one process.
