@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.config.schema import CoordContextMode, SoftContextGradMode
+from learner.models.head import whole_model
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import IMAGE, Pack
 from learner.objectives.logit_stats import ForwardStats, HeadInput, Reader
@@ -46,18 +47,16 @@ class SelfContext:
         """Number of forwards with a backward."""
         return self.iterations if self.grad_mode == "unroll" else min(self.iterations, 2)
 
-    def forward_stats(
-        self, model: nn.Module, embedding: nn.Module, pack: Pack, reader: Reader
-    ) -> ForwardStats:
-        """Run all forwards of a pack. embedding: the model's input embedding."""
+    def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
+        """Run all forwards of a pack."""
         anchor = packed_forward(model, pack, reader.anchor)
         if self.iterations == 1:
             return ForwardStats(anchor, anchor)
         slots = anchor.slot_coord_logits
         with self._recording():
             for _ in range(self.iterations - 2):
-                slots = self._forward(model, embedding, pack, reader.coord_ids, slots, reader.slots)
-        final = self._forward(model, embedding, pack, reader.coord_ids, slots, reader.final)
+                slots = self._forward(model, pack, reader.coord_ids, slots, reader.slots)
+        final = self._forward(model, pack, reader.coord_ids, slots, reader.final)
         return ForwardStats(anchor, final)
 
     def _recording(self) -> AbstractContextManager[None]:
@@ -67,13 +66,13 @@ class SelfContext:
     def _forward(
         self,
         model: nn.Module,
-        embedding: nn.Module,
         pack: Pack,
         coord_ids: Tensor,
         slots: Tensor,
         read: Callable[[HeadInput], T],
     ) -> T:
         """Return `read` of a forward with the context of (K, 1000) `slots` at its coordinates."""
+        embedding = whole_model(model).get_input_embeddings()
         with self._recording():
             context = context_embeddings(slots, embedding(coord_ids), self.embed_mode)
         base = embedding(pack.input_ids)

@@ -61,8 +61,7 @@ class ChannelA:
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         """The first and the last of the pack's forwards."""
-        embedding = self.encoding.inner.get_input_embeddings()
-        return self._context.forward_stats(model, embedding, pack, reader)
+        return self._context.forward_stats(model, pack, reader)
 
     def _segment(self, sample: Sample) -> Segment:
         own = self.encoding
