@@ -31,7 +31,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from learner.config.schema import AttentionChoice
 from learner.models.patches import Patches, Runs
-from learner.objectives.numerics import counts_as_cuda
+from learner.objectives import numerics
 from shared_contracts.errors import ContractError
 
 PACKED = "rollmatch_packed"
@@ -152,7 +152,7 @@ def _within(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # (L, heads, width) each
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if kind == "cuda" or counts_as_cuda():
+    if numerics.is_on_cuda(query):
         window = (-1, 0) if causal else (-1, -1)
         same = (starts, starts, longest, longest)
         output = varlen_attn(q, k, v, *same, scale=scaling, window_size=window, enable_gqa=True)

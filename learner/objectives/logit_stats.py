@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from learner.objectives import numerics
 from learner.objectives.numerics import (
     bound_,
     bounded,
-    counts_as_cuda,
     is_outside,
     logsumexp_and_text_mass_,
     widened,
@@ -395,8 +395,7 @@ class _Rows:
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
         """Yield slices of `rows`, one per chunk of logits."""
-        on_cpu = rows.device.type == "cpu" and not counts_as_cuda()
-        elements = _CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS
+        elements = _CHUNK_ELEMENTS if numerics.is_on_cuda(rows) else _CHUNK_ELEMENTS_CPU
         step = max(1, elements // self._logits.shape[-1])
         return (slice(start, start + step) for start in range(0, len(rows), step))
 

@@ -4,32 +4,16 @@ The temperature divides logits first. Limits (LOSS-04): NaN becomes 0, infinitie
 values are clamped to +-1e4, and the text mass in the logarithm of `text_gate` is at least 1e-6.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 from torch import Tensor
 
 LOGIT_LIMIT = 1e4
 PROBABILITY_FLOOR = 1e-6
 
-_AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
 
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Let fake tensors of the CPU take the code path of CUDA tensors in the block."""
-    token = _AS_ON_CUDA.set(True)
-    try:
-        yield
-    finally:
-        _AS_ON_CUDA.reset(token)
-
-
-def counts_as_cuda() -> bool:
-    """Return whether tensors of the CPU take the code path of CUDA tensors."""
-    return _AS_ON_CUDA.get()
+def is_on_cuda(tensor: Tensor) -> bool:
+    """Return whether a tensor takes the code path of CUDA."""
+    return tensor.is_cuda
 
 
 def widened(logits: Tensor) -> Tensor:

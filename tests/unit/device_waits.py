@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from learner.models.packs import IMAGE, Pack
 from learner.models.patches import Patches
 from learner.objectives.logit_stats import Supervision
-from learner.objectives.numerics import as_on_cuda
 from tests.unit.fake_step import HostValues
+from tests.unit.tensor_shapes import as_on_cuda
 
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}

@@ -36,11 +36,11 @@ from learner.models.load import LoadedModel
 from learner.models.packs import IMAGE, Pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in, sharded_policy
-from learner.objectives.numerics import as_on_cuda
 from learner.operate.estimate.step import longest_pack, meta_model, ring_bytes
 from learner.training.recipes import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
+from tests.unit.tensor_shapes import as_on_cuda
 
 _aten = torch.ops.aten
 # Backward of attention computes the scores once more: 5 products instead of 2 (Dao,

@@ -1,10 +1,14 @@
-"""The shapes of all tensors that operations make, forward and backward."""
+"""The shapes of all tensors that operations make, and the code path of CUDA on the CPU."""
 
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from learner.objectives import numerics
 
 
 class Shapes(TorchDispatchMode):
@@ -31,3 +35,8 @@ class Shapes(TorchDispatchMode):
         return sorted(
             shape for shape in self.made if all(shape.count(n) >= sides.count(n) for n in sides)
         )
+
+
+def as_on_cuda() -> AbstractContextManager[object]:
+    """Let tensors of the CPU take the code path of CUDA tensors in the block."""
+    return patch.object(numerics, "is_on_cuda", lambda _: True)

@@ -26,7 +26,6 @@ from learner.models.load import LoadedModel
 from learner.models.packed_forward import packed_forward
 from learner.models.packing_check import check_packing
 from learner.models.toy import ToyFamily, make_model
-from learner.objectives.numerics import as_on_cuda
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.device_waits import Waits, counting_waits, on_device
@@ -35,7 +34,7 @@ from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
 from tests.unit.small_run import small_mapping
-from tests.unit.tensor_shapes import Shapes
+from tests.unit.tensor_shapes import Shapes, as_on_cuda
 from tests.unit.toy_learner import ToyLearner
 
 pytestmark = pytest.mark.req("FULL-01")
