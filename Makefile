@@ -6,7 +6,7 @@
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make reliability  hours of generated calls, fuzzing and load, as in docs/evidence.md
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/evidence.md
-# make lint    style, types, import contracts, room budgets, requirement table, links and pages of documents
+# make lint    style, types, import contracts, room budgets, requirement table, documents, deployment files
 # make check   what CI runs: make test, make lint, make test-slow
 # make format  let ruff rewrite what it can
 # make dist    the wheel and the sdist, in dist/
@@ -22,6 +22,8 @@ ARGS ?=
 BIN := .venv/bin
 # Two processes run the tests, each file in one of them (tests/conftest.py).
 WORKERS ?= --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+SHELL_SCRIPTS := .ci/run deploy/train_stage2.sh deploy/slurm/train.sbatch \
+	$(addprefix scripts/,dist docker_engine lock setup)
 PYTEST := $(BIN)/python -m pytest $(WORKERS) --durations=25
 
 .PHONY: demo test test-slow nightly image reliability bench check mutants lint format setup setup-dev dist
@@ -66,6 +68,10 @@ lint: setup-dev
 	$(BIN)/python scripts/config_reference.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
 	$(BIN)/python scripts/server_reference.py --check
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/docker-compose.yaml
+	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/kubernetes-validate --strict deploy/kubernetes.yaml
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
 mutants: setup-dev
 	$(BIN)/mutmut run $(ARGS)
