@@ -1,1 +1,1 @@
-"""Starting, watching and stopping the processes a run is made of."""
+"""Launch, doctor, estimate, init, export, demo and eval: commands around a run."""

@@ -88,7 +88,7 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
         model.name_or_path = model.config.name_or_path = ""  # no path of this machine
         model.save_pretrained(part)
         processor.save_pretrained(part)
-        source = _first_model(checkpoint)
+        source = _first_model(checkpoint, processor)
         write_published_form(part, source, (*PROCESSOR_FILES, *TOKENIZER_FILES))
         write_model_card(checkpoint, part)
         proofs = [_prove_by_transformers(model, processor, part)]
@@ -97,13 +97,13 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
     return proofs
 
 
-def _first_model(checkpoint: Path) -> Path:
+def _first_model(checkpoint: Path, processor: ProcessorMixin) -> Path:
     """Return the model that the runs up to a checkpoint began with; `checkpoint` outside of a run.
 
     It has the same tokenizer and processor: no run changes them. A folder that is gone, or that
     has another tokenizer now, ends the search.
     """
-    folder, vocabulary = checkpoint, read_processor(checkpoint).tokenizer.get_vocab()
+    folder, vocabulary = checkpoint, processor.tokenizer.get_vocab()
     while (config := folder.parent / RESOLVED).is_file():
         before = Path(read_mapping(config)["model"]["model"])
         if before.parent == folder.parent or not (before / "tokenizer.json").is_file():

@@ -108,7 +108,10 @@ class RunShape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens. target: longest answer. answer: `max_new_tokens`. longest: longest sample."""
+    """In tokens. target: longest answer. answer: `max_new_tokens`. longest: longest sample.
+
+    The defaults are those of a draft, before samples are measured.
+    """
 
     target: int = 1
     answer: int = 1
@@ -157,7 +160,8 @@ def init(options: InitOptions, console: Console) -> None:
             model, why = part / MODEL, "they are new"
             describe_expanded(options.model, model)
         writer = Writer(options, part, model, len(samples), warmup=why is not None)
-        samples, lengths = measure(writer.config(writer.draft), samples)
+        draft = next(shapes(options, 1, writer.batch))
+        samples, lengths = measure(writer.config(draft), samples)
         writer = replace(writer, lengths=lengths)
         shape = choose_shape(writer, samples, console)
         if not has_tokens:
@@ -189,17 +193,14 @@ def _has_coordinate_tokens(model: Path) -> bool:
 
     Raises ContractError at --model for a folder that is no checkpoint of a known family.
     """
+    config, tokenizer = model / "config.json", model / TOKENIZER
     try:
         checkpoint = Checkpoint(model, "--model")
-        if not model.is_dir() or (model / ADAPTER).is_file():
-            checkpoint.require_vocabulary()
-            return True
-        if not (model / "config.json").is_file() or not (model / TOKENIZER).is_file():
-            checkpoint.require_vocabulary()
-        _ = checkpoint.family
-        weight_files(model, "--model")
-        if checkpoint.coordinate_ids[0] is None:
-            return False
+        if config.is_file() and tokenizer.is_file() and not (model / ADAPTER).is_file():
+            _ = checkpoint.family
+            weight_files(model, "--model")
+            if checkpoint.coordinate_ids[0] is None:
+                return False
         checkpoint.require_vocabulary()
     except ContractError as error:
         raise ContractError("--model", error.found, error.do) from error
@@ -368,11 +369,6 @@ class Writer:
     def batch(self) -> int:
         most = CPU_BATCH if self.options.gpu is None else BATCH
         return 1 << int(math.log2(min(most, self.samples)))
-
-    @property
-    def draft(self) -> RunShape:
-        """A shape to measure samples with, before any is chosen."""
-        return RunShape(self.options.lora, 1, 0, PACKS[0])
 
     def config(self, shape: RunShape) -> Config:
         """Return the config of the run, with the model to measure with."""

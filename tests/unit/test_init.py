@@ -22,7 +22,7 @@ from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
+from learner.operate.init import InitOptions, Lengths, RunShape, Writer, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.input_checks import check_inputs
@@ -204,9 +204,8 @@ def counted(
     """The toy's on an H100; tests replace its numbers by larger ones."""
     folder = tmp_path_factory.mktemp("counted")
     writer = writer_of(toy_checkpoint, toy_data, folder, gpu=None, gpus=0)
-    return estimate(
-        writer.config(writer.draft), read_samples(toy_data.train_jsonl, allow_poly=False), H100, 1
-    )
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
+    return estimate(writer.config(RunShape(False, 1, 0, 2048)), samples, H100, 1)
 
 
 @dataclass(frozen=True)
