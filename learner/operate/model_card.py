@@ -75,17 +75,16 @@ def _data(config: Mapping[str, Any], manifest: CheckpointManifest | None) -> Ite
     yield "## Data\n"
     yield "| file | used for | samples | objects | SHA-256 |"
     yield "| --- | --- | --- | --- | --- |"
-    known = manifest.data_sha256 if manifest is not None else None
-    for key, use in (("train_jsonl", "training"), ("val_jsonl", "evaluation")):
+    trained_on = manifest.data_sha256 if manifest is not None else None
+    files = (("train_jsonl", "training", trained_on), ("val_jsonl", "evaluation", None))
+    for key, use, recorded in files:
         if config["data"].get(key) is None:
             continue
         file = Path(config["data"][key])
-        digest = data_digest(file) if file.is_file() else None
-        if digest is None or (use == "training" and known not in (None, digest)):
-            counts, digest = ("not known", "not known"), known or ""
-        else:
-            counts = _counts(file)
-        yield f"| {file.name} | {use} | {' | '.join(counts)} | {digest} |"
+        now = data_digest(file) if file.is_file() else None
+        digest = recorded or now
+        counts = _counts(file) if now is not None and now == digest else ("not known", "not known")
+        yield f"| {file.name} | {use} | {' | '.join(counts)} | {digest or ''} |"
     yield ""
 
 
