@@ -21,7 +21,6 @@ from learner.training.checks import Caution, Check
 from learner.training.input_checks import InputChecks
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
-from tests.unit.findings import by_check
 from tests.unit.scripted_server import info as info_of
 from tests.unit.scripted_server import problem, scripted_server
 from tests.unit.small_run import small_config, small_mapping
@@ -44,8 +43,9 @@ def finding_of(run: Callable[[], str]) -> CheckResult:
 # --- files ------------------------------------------------------------------------------
 
 
-def input_findings(config: Config) -> list[CheckResult]:
-    return [finding for check in InputChecks(config).checks() for finding in run_check(check)]
+def by_check(findings: list[CheckResult]) -> dict[str, CheckResult]:
+    """The first finding of each check."""
+    return {finding.check: finding for finding in reversed(findings)}
 
 
 def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
@@ -57,7 +57,8 @@ def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
         "data": config.data.model_copy(update={"train_jsonl": data}),
         "model": config.model.model_copy(update={"model": tmp_path / "nowhere"}),
     }
-    found = by_check(input_findings(config.model_copy(update=wrong)))
+    checks = InputChecks(config.model_copy(update=wrong)).checks()
+    found = by_check([finding for check in checks for finding in run_check(check)])
     assert (found["checkpoint"].status, found["data"].status) == ("fail", "fail")
     assert found["data"].about == f"{data}:1"
     assert (found["step"].status, found["step"].found) == ("skipped", "waits for data")
