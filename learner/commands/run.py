@@ -99,11 +99,11 @@ def launch(
         return
     plan.write_files()
     for server in plan.servers:
-        say(f"Starting a rollout server: {server} (log: {server.log})")
+        say(f"Starting a rollout server: {server}")
     learner = partial(start_learner, plan.learner, plan.processes, plan.learner_environment)
     try:
         with reporting_waits(say):
-            code = run([server.start for server in plan.servers], learner, say)
+            code = run([*plan.servers.values()], learner, say)
     finally:
         console.show_cursor()  # a stopped learner may have hidden it
     raise typer.Exit(code)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -163,44 +164,15 @@ def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int
 
 
 @dataclass(frozen=True)
-class ServerPlan:
-    """A server to start.
+class LaunchPlan:
+    """All processes to start.
 
-    host: an IPv4 address of this machine. options: of `rollout-server serve`, without the address.
-    grace_s: its `grace_seconds`.
+    servers: starts of the servers by their descriptions, in config order. learner: the command.
+    files: texts of the server configs, by path.
     """
 
-    base_url: str
-    host: str
-    port: int
-    gpus: tuple[int, ...]
-    options: list[str]
-    log: Path
-    grace_s: float
-    environment: dict[str, str]
-
-    def __str__(self) -> str:
-        device = f"GPU {_id_list(self.gpus)}" if self.gpus else "the CPU"
-        return f"{self.base_url} on {device}"
-
-    def start(self) -> ServerProcess:
-        return ServerProcess(
-            self.options,
-            self.log,
-            self.port,
-            self.environment,
-            self.host,
-            self.base_url,
-            self.grace_s,
-        )
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """All processes to start. learner: the command. files: texts of server configs, by path."""
-
     inputs: RunInputs
-    servers: list[ServerPlan]
+    servers: dict[str, partial[ServerProcess]]
     learner: list[str]
     processes: int
     learner_environment: dict[str, str]
@@ -247,11 +219,11 @@ def plan_launch(
 
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
     context, run = context_of_run(config, samples), logs / "run.yaml"
-    files, servers = {run: dump_resolved(config)}, []
+    files, servers = {run: dump_resolved(config)}, dict[str, partial[ServerProcess]]()
     all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
     around = PASSIVE_WAIT | (all_gpus if split.learner else alone)
     grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
-    for index, (address, gpus) in enumerate(zip(addresses, split.servers, strict=True)):
+    for index, ((url, host, port), gpus) in enumerate(zip(addresses, split.servers, strict=True)):
         settings, log = logs / f"server-{index}.yaml", logs / f"server-{index}.log"
         files[settings] = dump_mapping(
             {
@@ -266,7 +238,9 @@ def plan_launch(
             }
         )
         words = ["--config", str(settings), "--run-config", str(run)]
-        servers.append(ServerPlan(*address, gpus, words, log, grace_s, around))
+        device = f"GPU {_id_list(gpus)}" if gpus else "the CPU"
+        start = partial(ServerProcess, words, log, port, around, host, url, grace_s)
+        servers[f"{url} on {device} (log: {log})"] = start
     # torchrun's default for several processes, without its warning.
     threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
