@@ -103,8 +103,8 @@ def launch(
 ) -> int:
     """Run servers and learner; return the learner's exit code, or 128 plus a stop signal.
 
-    starts: starts each server. learner: starts the learner. tell: prints a line. pauses_s: of
-    `SupervisedServer`.
+    starts: a function for each server, which starts it. learner: starts the learner. tell: prints
+    a line. pauses_s: of `SupervisedServer`.
 
     Raises:
         ContractError: a server ended at its start because of bad input.

@@ -21,14 +21,15 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
-from learner.operate.estimate.report import Estimate, estimate
-from learner.operate.init import InitOptions, Lengths, RunShape, Writer, choose_shape, init
+from learner.operate.estimate.report import Estimate
+from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
 from tests.unit.stock_checkpoints import make_stock
+from tests.unit.test_estimate import COST, SERVED
 
 pytestmark = pytest.mark.req("INIT-01")
 
@@ -197,47 +198,30 @@ def writer_of(model: Path, scenes: ToyData, out: Path, **options: Any) -> Writer
     return Writer(given, out, model, 64, warmup=False, lengths=Lengths(10, 20, 320))
 
 
-@pytest.fixture(scope="module")
-def counted(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
-) -> Estimate:
-    """The toy's on an H100; tests replace its numbers by larger ones."""
-    folder = tmp_path_factory.mktemp("counted")
-    writer = writer_of(toy_checkpoint, toy_data, folder, gpu=None, gpus=0)
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
-    return estimate(writer.config(RunShape(False, 1, 0, 2048)), samples, H100, 1)
-
-
 @dataclass(frozen=True)
 class Counted:
-    """Replaces numbers of an estimate, in GiB: states, a pack of 12,000 tokens, a server's weights.
+    """An estimate of numbers in GiB: states, a pack of 12,000 tokens, a server's weights.
 
     LoRA has a tenth of the states. moments: their share of the states.
     """
 
-    counted: Estimate
     states: float
     pack: float
-    served: float | None = None
+    served: float = 1.0
     moments: float = 0.5
 
     def __call__(self, config: Config, _: Any, gpu: Gpu, processes: int) -> Estimate:
         share = (0.1 if config.tuner.train_type == "lora" else 1) / processes
         states = self.states * GIB * share
-        costs = {
-            channel: replace(
-                cost,
-                weights=int(states * (1 - self.moments)),
-                gradients=0,
-                moments=int(states * self.moments),
-                working=int(self.pack * GIB * config.global_max_length / 12_000),
-            )
-            for channel, cost in self.counted.costs.items()
-        }
-        served = self.counted.served
-        if served is not None and self.served is not None:
-            served = replace(served, weights=self.served * GIB)
-        return replace(self.counted, config=config, processes=processes, costs=costs, served=served)
+        cost = replace(
+            COST,
+            weights=int(states * (1 - self.moments)),
+            gradients=0,
+            moments=int(states * self.moments),
+            working=int(self.pack * GIB * config.global_max_length / 12_000),
+        )
+        served = replace(SERVED, weights=self.served * GIB)
+        return Estimate(config, gpu, processes, 8, {"A": cost}, GIB, served)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +237,6 @@ class Counted:
     ],
 )
 def test_smallest_change_that_fits_is_chosen(
-    counted: Estimate,
     toy_checkpoint: Path,
     toy_data: ToyData,
     tmp_path: Path,
@@ -264,7 +247,7 @@ def test_smallest_change_that_fits_is_chosen(
     chosen: str,
 ) -> None:
     """states, pack: GiB of all weights, and of a pack of 12,000 tokens."""
-    count = Counted(counted, states, pack)
+    count = Counted(states, pack)
     writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
@@ -283,11 +266,11 @@ def test_smallest_change_that_fits_is_chosen(
 
 @pytest.mark.req("ROLL-03")
 def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
-    counted: Estimate, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     """A learner of 45 GiB does not fit beside a server that needs 40 GiB."""
     writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=1)
-    count = Counted(counted, 45, 0, served=40, moments=2 / 3)
+    count = Counted(45, 0, served=40, moments=2 / 3)
     found = choose_shape(writer, [], Console(quiet=True), count)
     assert (found.offload, found.share) == ("optimizer", 0.7)
     offload = writer.config(found).rollout_matching.offload
