@@ -115,9 +115,8 @@ def _step_s(
 ) -> float:
     """Seconds of one channel-B step of `count` samples."""
     asking = RequestSettings("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
-    policy = Policy(backend, asking)
     recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s), FixedPipeline())
-    runner = StepRunner(_config(), recipe, policy)
+    runner = StepRunner(_config(), recipe, Policy(backend, asking))
     own = samples(count)
     began = time.perf_counter()
     runner.run(Weights(), own, 0, Accelerator())
@@ -160,11 +159,7 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-PARTS = {
-    "pipelined": pipelined,
-    "in_parts": in_parts,
-    "servers": servers,
-}
+PARTS = {"pipelined": pipelined, "in_parts": in_parts, "servers": servers}
 
 
 if __name__ == "__main__":

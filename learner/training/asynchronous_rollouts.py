@@ -178,18 +178,17 @@ class AsyncSource(RolloutSource):
         feed, samples = self._begin_batch(batch, self._samples_of(batch), PhaseClock())
         with self._channel_b.ahead(samples), prefetch(self._rounds(feed, samples)) as answered:
             packs = [pack for chunk in feed.make(answered) for pack in chunk.packs]
-        return ReadyBatch(batch, feed.oldest, packs, feed)
+        return ReadyBatch(batch, feed.oldest, packs + feed.finish(), feed)
 
     def _rounds(self, feed: PackFeed, samples: Sequence[Sample]) -> Generator[Answered, None, None]:
-        """Yield the answers of each round, and a part without answers, which ends the batch."""
-        group, version = self._channel_b.answers_per_sample, 0
+        """Yield the answers of each round, of whole groups."""
+        group = self._channel_b.answers_per_sample
         size = max(1, (self._policy.backend.round_size or len(samples)) // group) * group
         for start in range(0, len(samples), size):
             part = samples[start : start + size]
             with feed.clock.phase("rollout"):
                 version, rollouts = self._answered(part, self._seed_of(feed, start))
             yield Answered(part, rollouts, version, last=False)
-        yield Answered((), (), version, last=True)
 
     def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
         """Return the answers and their version. If a push is needed first, request again after it.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # they import torch
 
 @dataclass(frozen=True)
 class ReadyBatch:
-    """Batch `batch`, made. version: the oldest that answered. feed: its answers and metrics."""
+    """Batch `batch`, made. version: the oldest that answered. feed: the `PackFeed` of its packs."""
 
     batch: int
     version: int
@@ -52,7 +52,6 @@ class RolloutBuffer:
     target: no batch is begun while so many packs are ready (`prefetch_target_packs`), or while a
         batch as large as the largest so far would replace another one.
     total: batches of the run.
-    dropped_oldest, dropped_stale: packs dropped since the last call of `payload`.
     """
 
     def __init__(self, queue_limit: int, version_window: int, target: int, total: int) -> None:
@@ -69,7 +68,8 @@ class RolloutBuffer:
         self._next: int | None = None
         self._returned: list[int] = []
         self._making: int | None = None
-        self.dropped_oldest = self.dropped_stale = 0
+        # Packs that were dropped since the last call of `payload`.
+        self._dropped = dict.fromkeys(("dropped_oldest", "dropped_stale"), 0)
         self._closed = False
         self._idle_s = 0.0
         self._idle_since: float | None = None
@@ -126,10 +126,10 @@ class RolloutBuffer:
             self._making = None
             self._largest = max(self._largest, ready.size)
             if self._is_stale(ready):
-                self.dropped_stale += self._give_back(ready)
+                self._drop(ready, "dropped_stale")
                 return
             while self.packs + ready.size > self._limit:
-                self.dropped_oldest += self._give_back(self._ready.popleft())
+                self._drop(self._ready.popleft(), "dropped_oldest")
             self._ready.append(ready)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class RolloutBuffer:
             self._newest = version
             for ready in [ready for ready in self._ready if self._is_stale(ready)]:
                 self._ready.remove(ready)
-                self.dropped_stale += self._give_back(ready)
+                self._drop(ready, "dropped_stale")
 
     def has_ready(self) -> bool:
         with self._changed:
@@ -163,12 +163,9 @@ class RolloutBuffer:
         Raises RunError if there is none, or it is stale: call `refresh` and `has_ready` first.
         """
         with self._changing():
-            if not self._ready:
-                raise RunError(
-                    f"channel B was to run step {step + 1}, and no batch is ready: {self}"
-                )
-            if self._is_stale(self._ready[0]):
-                raise RunError(f"channel B was to run step {step + 1} on a stale batch: {self}")
+            if not self._ready or self._is_stale(self._ready[0]):
+                found = f"channel B was to run step {step + 1}, and no batch is ready"
+                raise RunError(f"{found}: {self}")
             return self._ready.popleft()
 
     def take_unanswered(self, step: int) -> int:
@@ -191,14 +188,9 @@ class RolloutBuffer:
         with self._changed:
             self._count_idle()
             payload = Payload()
-            payload.add(
-                {
-                    "stage2_ab/async/dropped_oldest": self.dropped_oldest,
-                    "stage2_ab/async/dropped_stale": self.dropped_stale,
-                }
-            )
+            payload.add({f"stage2_ab/async/{why}": n for why, n in self._dropped.items()})
             payload.note({"stage2_ab/async/prefetch_idle_s": self._idle_s})
-            self.dropped_oldest = self.dropped_stale = 0
+            self._dropped = dict.fromkeys(self._dropped, 0)
             self._idle_s = 0.0
             return payload
 
@@ -209,15 +201,15 @@ class RolloutBuffer:
         assert self._next is not None, "start comes first"
         if self._returned:
             return self._returned.pop(0)
-        if self._next == self._total:
+        if self._next >= self._total:
             return None
         self._next += 1
         return self._next - 1
 
-    def _give_back(self, ready: ReadyBatch) -> int:
-        """Make its batch available again; return the number of packs that are lost."""
+    def _drop(self, ready: ReadyBatch, why: str) -> None:
+        """Make its batch available again, and count its packs."""
         self._returned = sorted([*self._returned, ready.batch])
-        return ready.size
+        self._dropped[why] += ready.size
 
     def _is_stale(self, ready: ReadyBatch) -> bool:
         return ready.version < self._newest - self._window

@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -98,18 +99,14 @@ def software() -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the commit of this source tree; None outside of a checkout or without git."""
     here = Path(__file__)
+    # The second name fails if the checkout is of another project.
+    names = ["HEAD", f"HEAD:./{here.name}"]
+    command = ["git", "-C", str(here.parent), "rev-parse", *names]
     try:
-        if _git(here.parent, "ls-files", here.name):  # else the checkout is of another project
-            return _git(here.parent, "rev-parse", "HEAD") or None
-    except FileNotFoundError:
-        pass
-    return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """Return the output of git in a folder; empty if git fails."""
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.split()[0]
 
 
 class CallLog:
@@ -205,9 +202,6 @@ class ProgressDisplay(TrainerCallback):
 
 _LOG = logging.getLogger(__name__)
 
-# Events of the start: Trainer is constructed, and before the first step.
-_STARTING = ("on_init_end", "on_train_begin")
-
 
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
     """Return a callback for each tracker of the run.
@@ -216,54 +210,47 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
 
     Raises RunError if a tracker does not start.
     """
-    callbacks: list[TrainerCallback] = []
-    for name in training.trackers:
-        try:
-            if name == "tensorboard":
-                again_from = start.step + 1 if start.goes_on else None
-                writer = SummaryWriter(training.logging_dir, purge_step=again_from)
-                callback: TrainerCallback = TensorBoardCallback(writer)
-            else:
-                (made,) = get_reporting_integration_callbacks([name])
-                callback = made()
-        except Exception as error:  # trackers raise errors of any type
-            raise _does_not_start(name, error) from error
-        _guard(name, callback)
-        callbacks.append(callback)
-    return callbacks
+
+    def tensorboard() -> TrainerCallback:
+        again_from = start.step + 1 if start.goes_on else None
+        return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
+
+    return [
+        Tracker(name, tensorboard if name == "tensorboard" else partial(_other_tracker, name))
+        for name in training.trackers
+    ]
 
 
-def _guard(tracker: str, callback: TrainerCallback) -> None:
-    """Name the tracker in the errors of a callback's hooks.
+def _other_tracker(name: str) -> TrainerCallback:
+    (made,) = get_reporting_integration_callbacks([name])
+    callback: TrainerCallback = made()
+    return callback
 
-    At the start an error ends the run. Later the first error is a warning.
+
+class Tracker(TrainerCallback):
+    """Calls the hooks of a tracker's callback, and names the tracker in their errors.
+
+    An error before the first step ends the run. Later the first error is a warning.
     """
-    warned = False
 
-    def guarded(event: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            nonlocal warned
-            try:
-                return hook(*given, **named)
-            except Exception as error:
-                if event in _STARTING:
-                    raise _does_not_start(tracker, error) from error
-                if not warned:
-                    text = (
-                        "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s"
-                    )
-                    _LOG.warning(text, tracker, error)
-                warned = True
+    def __init__(self, name: str, make: Callable[[], TrainerCallback]) -> None:
+        self._name = name
+        self._warned = False
+        made = self._call("start", make)
+        for event in dir(TrainerCallback):
+            if event.startswith("on_"):
+                setattr(self, event, partial(self._call, event, getattr(made, event)))
 
-        return call
-
-    for event in dir(TrainerCallback):
-        if event.startswith("on_"):
-            setattr(callback, event, guarded(event, getattr(callback, event)))
-
-
-def _does_not_start(tracker: str, error: Exception) -> RunError:
-    return RunError(
-        f"the tracker {tracker} does not start: {error}. Correct this, or remove it from "
-        "training.report_to"
-    )
+    def _call(self, event: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        try:
+            return hook(*given, **named)
+        except Exception as error:  # trackers raise errors of any type
+            if event in ("start", "on_init_end", "on_train_begin"):
+                raise RunError(
+                    f"the tracker {self._name} does not start: {error}. Correct this, or remove it "
+                    "from training.report_to"
+                ) from error
+            if not self._warned:
+                text = "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s"
+                _LOG.warning(text, self._name, error)
+            self._warned = True

@@ -124,6 +124,10 @@ class PackFeed:
             self.oldest = self.oldest or part.version
             yield Chunk(made, part.last)
 
+    def finish(self) -> list[Pack]:
+        """Return the packs of the segments that wait for more, if no part was the last."""
+        return self._packs.chunk([], last=True, version=self.version)
+
     @property
     def places(self) -> list[Place]:
         """The pack of each segment, after the last chunk."""

@@ -153,7 +153,6 @@ class RunMaker:
                 assert list(feed.chunks)[-1].last
             policy.mark_updated()
             return feed.payload()
-        policy.push()
         process = Peers()
         process.rank = rank
         prefetching = AsyncSource(

@@ -27,9 +27,8 @@ from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.training.train import order_of
 from learner.training.trainer import BatchLoader
-from learner.types import AssessedRollout, RolloutOutput, Sample
+from learner.types import AssessedRollout, Sample
 from shared_contracts.errors import RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.small_run import small_config
@@ -77,28 +76,6 @@ def encoding(parts: Parts, config: Config, watched: WatchedProcessor) -> Encodin
     return Encoding(parts.loaded.inner, prompt, parts.loaded.tokenizer, "desc_first")
 
 
-class Servers(Scripted):
-    """Before each answer `meanwhile` is called with the number of calls so far."""
-
-    def __init__(self, samples: Sequence[Sample], parts: Parts) -> None:
-        super().__init__(samples, parts)
-        self.meanwhile: Callable[[int], object] = lambda calls: None
-        self._changed = threading.Condition()
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        with self._changed:
-            rollouts = super().rollout(requests, request_config)
-            self._changed.notify_all()
-        self.meanwhile(len(self.seeds))
-        return rollouts
-
-    def wait_for(self, calls: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.seeds) >= calls, WAIT_S)
-
-
 class Assessing(ChannelB):
     """Calls `before` with the number of the chunk to assess, and `at_forward` before a forward."""
 
@@ -133,7 +110,7 @@ class Feeding:
     ) -> None:
         self.samples = samples
         self.watched = WatchedProcessor(parts.loaded.processor)
-        self.servers = Servers(samples, parts)
+        self.servers = Scripted(samples, parts)
         self.channel_b = Assessing(encoding(parts, config, self.watched), config)
         backend = self.servers if round_size is None else InChunks(self.servers, round_size)
         self.policy = Policy(backend, request_settings(config))
@@ -224,7 +201,7 @@ def test_rollout_and_learner_overlap_within_a_step(
 
     def wait_for_the_next_chunks() -> None:
         chunk = len(asked_at_forwards) // CHUNK
-        feeding.servers.wait_for(min(chunk + 5, chunks))
+        wait_until(lambda: len(feeding.servers.seeds) >= min(chunk + 5, chunks))
         asked_at_forwards.append(len(feeding.servers.seeds))
 
     feeding.channel_b.at_forward = wait_for_the_next_chunks

@@ -40,6 +40,7 @@ class Scripted(RolloutBackend):
     """Answers each sample with its first object, and the second of every pair with garbage.
 
     done: pushes, rollouts and the close, in order. requests, seeds: of all rollouts.
+    meanwhile: called before each answer with the number of calls so far.
     """
 
     def __init__(self, samples: Sequence[Sample], parts: "Parts") -> None:
@@ -49,6 +50,7 @@ class Scripted(RolloutBackend):
         self.done: list[str] = []
         self.requests: list[RolloutInferRequest] = []
         self.seeds: list[int | None] = []
+        self.meanwhile: Callable[[int], object] = lambda calls: None
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
@@ -56,6 +58,7 @@ class Scripted(RolloutBackend):
         self.done.append(f"{len(requests)} rollouts")
         self.requests += requests
         self.seeds.append(request_config.seed)
+        self.meanwhile(len(self.seeds))
         return [self._answer(i, str(request.uuid)) for i, request in enumerate(requests)]
 
     def push_weights(self, version: int) -> None:
