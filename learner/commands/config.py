@@ -79,14 +79,11 @@ def _check(path: Path, keys_only: bool) -> bool:
         errors = [] if keys_only else check_files(config)
         if errors:
             raise ContractErrors([located(error, written.origins) for error in errors])
-        doubt = config.data.doubt
     except ContractError as error:
         count = len(error.errors)
         print(f"{path}: {count} problem{'s' * (count > 1)}\n{describe(error)}", file=sys.stderr)
         return False
     typer.echo(f"{path}: valid")
-    if doubt is not None:
-        print(f"warning: {doubt}", file=sys.stderr)
     return True
 
 

@@ -96,17 +96,6 @@ class DataConfig(StrictModel):
     says, or refused by the model's processor: `stop` refuses the run, `skip` lists them in
     `bad_samples.jsonl` and trains on other samples in their place"""
 
-    @property
-    def doubt(self) -> str | None:
-        """A warning about the files; None if there is none."""
-        train, val = self.train_jsonl, self.val_jsonl
-        if val is None or not (train.is_file() and val.is_file() and train.samefile(val)):
-            return None
-        return (
-            "data.val_jsonl is the same file as data.train_jsonl: the run evaluates on what it "
-            "trains on"
-        )
-
 
 class FullTuner(StrictModel):
     train_type: Literal["full"] = Field(default="full", description="all weights are trained")

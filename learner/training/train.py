@@ -145,10 +145,8 @@ def train_as(
 
         broadcast_from_rank0(peers, open_folder)
         peers.all_gather(lambda: _require_shared(folder))
-        if peers.rank == 0:
-            doubt = config.data.doubt
-            for note in [*start.notes, *([f"Warning: {doubt}"] if doubt else [])]:
-                tell(console, note)
+        for note in start.notes if peers.rank == 0 else ():
+            tell(console, note)
         set_seed(config.training.seed)
         with waiting_for("the model to be loaded"):
             loaded = load(start.tuned(config))
@@ -162,8 +160,14 @@ def train_as(
         stack.enter_context(writing(folder))
         policy = None
         if generates(config):
+            samples = [*inputs.train, *inputs.val]
             with waiting_for("rollouts to be set up"):
-                policy = _open_policy(config, inputs, loaded, clients, optimizer, peers)
+                backend = open_backend(
+                    config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
+                )
+            known = backend.version  # a resumed run continues the numbers of its checkpoint
+            known.newest = max(known.newest, start.weights_version)
+            policy = Policy(backend, request_settings(config))
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
@@ -182,23 +186,6 @@ def train_as(
         with peers.propagate_errors():
             trainer.train(resume_from_checkpoint=start.folder)
     return trainer
-
-
-def _open_policy(
-    config: Config,
-    inputs: RunInputs,
-    loaded: LoadedModel,
-    clients: list[RolloutClient],
-    optimizer: Optimizer,
-    peers: Peers,
-) -> Policy:
-    """Open the policy. A resumed run continues the version numbers of its checkpoint."""
-    folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
-    backend = open_backend(
-        config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
-    )
-    backend.version.newest = max(backend.version.newest, inputs.start.weights_version)
-    return Policy(backend, request_settings(config))
 
 
 def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> ReplacedSamples:

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from learner.commands.config import check
-from learner.config import dump_mapping, merge, parse_config
+from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.order import BadSampleLog, ReplacedSamples
 from learner.data.toy import ToyData
@@ -167,22 +166,6 @@ def test_a_file_without_a_good_sample_is_refused(
     with pytest.raises(ContractError, match=f"none of {samples} samples can be used") as caught:
         check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
     assert caught.value.where == f"data.{name}_jsonl"
-
-
-def test_a_config_that_trains_and_evaluates_on_one_file_is_doubted(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also through a link. The run and the doctor say what `learner config check` says."""
-    val = tmp_path / "val.jsonl"
-    val.symlink_to(data.train_jsonl)
-    (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
-    mapping = small_mapping(toy_checkpoint, data, tmp_path / "run")
-    assert parse_config(mapping).data.doubt is None
-    yaml = tmp_path / "run.yaml"
-    yaml.write_text(dump_mapping(merge(mapping, {"data": {"val_jsonl": str(val)}})))
-    check([yaml])
-    doubt = "data.val_jsonl is the same file as data.train_jsonl"
-    assert f"warning: {doubt}" in capsys.readouterr().err
 
 
 # --- replacement samples

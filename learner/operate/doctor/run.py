@@ -15,7 +15,7 @@ from learner.operate.doctor.findings import CheckResult, failed, run_check
 from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
 from learner.operate.doctor.weights import push_checkpoint, weight_checks
-from learner.training.checks import Caution, Check, Waiting, require
+from learner.training.checks import Check, Waiting, require
 from learner.training.input_checks import InputChecks, generates
 from learner.training.server_checks import ServerChecks
 from shared_contracts.errors import ContractError
@@ -45,7 +45,6 @@ def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator
     inputs = InputChecks(config)
     machine = MachineChecks(config, inputs)
     yield from inputs.checks()
-    yield Check("validation data", partial(_check_validation_data, config))
     if not any(finding.check == "checkpoint" and finding.status == "fail" for finding in findings):
         yield from weight_checks(config)
     yield from machine.checks()
@@ -61,13 +60,6 @@ def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator
     yield from AnswerChecks(config, servers, machine).checks()
     if push:
         yield Check("push", partial(_push, config, servers, findings))
-
-
-def _check_validation_data(config: Config) -> str:
-    if (doubt := config.data.doubt) is not None:
-        do = "Keep a part of the samples out of training and validate on it"
-        raise Caution([ContractError("data.val_jsonl", doubt, do)])
-    return "none" if config.data.val_jsonl is None else "another file than the training data"
 
 
 def _push(config: Config, servers: ServerChecks, findings: list[CheckResult]) -> str:
