@@ -119,12 +119,7 @@ class AsyncSource(RolloutSource):
         self._settings = settings = config.rollout_matching.async_rollout
         self._samples_of = samples_of
         self._peers = peers
-        self._buffer = buffer or RolloutBuffer(
-            settings.queue_limit,
-            settings.version_window,
-            settings.prefetch_target_packs,
-            total_steps,
-        )
+        self._buffer = buffer or RolloutBuffer(settings, total_steps)
         self._gate = Gate()
         self._prefetcher: threading.Thread | None = None
         self._error: BaseException | None = None

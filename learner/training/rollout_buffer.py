@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.runs.metrics import Payload
 from shared_contracts.errors import ContractError, RunError
 
@@ -47,17 +48,16 @@ class ReadyBatch:
 class RolloutBuffer:
     """A FIFO queue between the thread of a prefetcher and that of a learner.
 
-    queue_limit: most packs that are ready. A new batch replaces the oldest ones.
-    version_window: a batch is stale if its weights are more versions older than the newest.
-    target: no batch is begun while so many packs are ready (`prefetch_target_packs`), or while a
-        batch as large as the largest so far would replace another one.
-    total: batches of the run.
+    At most `queue_limit` packs are ready: a new batch replaces the oldest ones. A batch is stale if
+    its weights are more than `version_window` versions older than the newest. No batch is begun
+    while `prefetch_target_packs` are ready, or while a batch as large as the largest so far would
+    replace another one. total: batches of the run.
     """
 
-    def __init__(self, queue_limit: int, version_window: int, target: int, total: int) -> None:
-        self._limit = queue_limit
-        self._window = version_window
-        self._target = target
+    def __init__(self, settings: AsyncRolloutConfig, total: int) -> None:
+        self._limit = settings.queue_limit
+        self._window = settings.version_window
+        self._target = settings.prefetch_target_packs
         self._total = total
         self._changed = threading.Condition()
         self._ready: deque[ReadyBatch] = deque()

@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from learner.config import dump_resolved
@@ -129,17 +129,11 @@ class JsonlLog(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         self._path = folder / METRICS
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
+        logs: dict[str, Any] = given["logs"]
         values = {  # JSON has no NaN and no infinity: null
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in (logs or {}).items()
+            for key, value in logs.items()
         }
         record = {"step": state.global_step, **values}
         append_line(self._path, json.dumps(record, allow_nan=False))
@@ -164,22 +158,14 @@ class ProgressDisplay(TrainerCallback):
         )
         self._task = self._progress.add_task(title, total=None, step="")
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
         if self._console.is_terminal:
             self._progress.start()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        if not logs or "step/channel_b" not in logs:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
+        logs: dict[str, Any] = given["logs"]
+        if "step/channel_b" not in logs:
             return
         step = channel_and_loss(logs)
         if rate := logs.get("rollout/per_second"):
@@ -188,11 +174,6 @@ class ProgressDisplay(TrainerCallback):
         every = state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps
         if every and not self._console.is_terminal:
             tell(self._console, step_line(state.global_step, state.max_steps, logs))
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self.stop()
 
     def stop(self) -> None:
         """End the progress line; can be called again."""

@@ -166,4 +166,4 @@ class RunMaker:
 
     def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:
         state, control = TrainerState(global_step=step), TrainerControl()
-        JsonlLog(folder).on_log(None, state, control, metrics)  # type: ignore[arg-type]
+        JsonlLog(folder).on_log(None, state, control, logs=metrics)

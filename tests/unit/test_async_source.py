@@ -95,7 +95,7 @@ class WatchedBuffer(RolloutBuffer):
     """made: the number of each batch, once it is put."""
 
     def __init__(self, keys: AsyncRolloutConfig, total: int) -> None:
-        super().__init__(keys.queue_limit, keys.version_window, keys.prefetch_target_packs, total)
+        super().__init__(keys, total)
         self.made: Queue[int] = Queue()
 
     def put(self, ready: ReadyBatch) -> None:
@@ -393,10 +393,11 @@ def ready(batch: int, version: int, packs: int = 1) -> ReadyBatch:
     return ReadyBatch(batch, version, [unread] * packs, unread)
 
 
-def buffer_at(
-    version: int, limit: int = 8, window: int = 2, target: int = 100, total: int = 100
-) -> RolloutBuffer:
-    buffer = RolloutBuffer(limit, window, target, total)
+def buffer_at(version: int, limit: int, window: int, target: int, total: int) -> RolloutBuffer:
+    keys = AsyncRolloutConfig(
+        queue_limit=limit, version_window=window, prefetch_target_packs=target
+    )
+    buffer = RolloutBuffer(keys, total)
     buffer.start(0)
     buffer.refresh(version)
     return buffer
@@ -411,7 +412,7 @@ def make(buffer: RolloutBuffer, version: int, packs: int = 1) -> int:
 
 
 def test_batch_that_never_fits_is_a_contract_error() -> None:
-    buffer = buffer_at(3, limit=4)
+    buffer = buffer_at(3, limit=4, window=2, target=4, total=100)
     make(buffer, 2)
     with pytest.raises(ContractError) as caught:
         make(buffer, 3, packs=5)

@@ -28,7 +28,7 @@ def shown_steps(console: Console, name: str, steps: int, **logs: Any) -> None:
     arguments = TrainingArguments(output_dir="none")
     display.on_train_begin(arguments, state, control)
     for state.global_step in range(1, steps + 1):
-        display.on_log(arguments, state, control, logs)
+        display.on_log(arguments, state, control, logs=logs)
     display.stop()
 
 
