@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from learner.config.trackers import NOTHING, ReportTo, Tracker
 from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
@@ -32,6 +31,24 @@ SchedulerName = Literal[
 ]
 Strategy = Literal["no", "steps"]
 DataParallel = Literal["ddp", "fsdp2"]
+# transformers' trackers, by its names; `learner.training.run_log` starts them.
+Tracker = Literal[
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "kubeflow",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+ReportTo = Literal[Tracker, "none"]
 
 # Keys of `training` where null is the same as leaving them out.
 NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
@@ -133,7 +150,7 @@ class TrainingConfig(StrictModel):
     @field_validator("report_to")
     @classmethod
     def _no_tracker_twice(cls, report_to: tuple[ReportTo, ...]) -> tuple[ReportTo, ...]:
-        if NOTHING in report_to and len(report_to) > 1:
+        if "none" in report_to and len(report_to) > 1:
             raise Refusal("none beside trackers", "Write [none] alone, or take none out")
         if len(set(report_to)) < len(report_to):
             raise Refusal("a tracker is named twice", "Name each once")
@@ -142,7 +159,7 @@ class TrainingConfig(StrictModel):
     @property
     def trackers(self) -> list[Tracker]:
         """Those of `report_to`."""
-        return [tracker for tracker in self.report_to if tracker != NOTHING]
+        return [tracker for tracker in self.report_to if tracker != "none"]
 
     def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_steps()

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,13 +133,10 @@ class Checkpoints:
                 self._publish(final, step, states)
 
         broadcast_from_rank0(self._peers, lambda: clear_unfinished(self._folder))
-        with self._cleared_on_error():
+        with removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext():
             states = self._peers.all_gather(write_part)
             self._peers.all_gather(raise_failure)  # after all have written: nothing is half removed
             broadcast_from_rank0(self._peers, publish)
-
-    def _cleared_on_error(self) -> AbstractContextManager[None]:
-        return removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext()
 
     def _publish(self, final: Path, step: int, states: list[dict[str, Any]]) -> None:
         assert self._facts is not None, "process 0 has them"

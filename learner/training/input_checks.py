@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 from learner.config.schema import Config, resolved_sync_mode
-from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
 from learner.data.checkpoint import Checkpoint
 from learner.data.files import capped
@@ -114,7 +113,7 @@ class InputChecks:
         return f"{processes} learner process(es)"
 
     def _check_trackers(self) -> str:
-        require_trackers(self._config.training.report_to)
+        check_trackers(self._config.training.report_to)
         return ", ".join(self._config.training.report_to)
 
     def _check_hub(self) -> str:
@@ -165,6 +164,27 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     for check in found.checks():
         check.run()
     return found.inputs()
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Raise ContractErrors for every tracker whose callback of transformers cannot be made here.
+
+    The callback checks that its packages are installed. TensorBoard is a dependency of this one.
+    """
+    found = CheckErrors()
+    for index, tracker in enumerate(report_to):
+        if tracker in ("none", "tensorboard"):
+            continue
+        from transformers.integrations import get_reporting_integration_callbacks  # seconds
+
+        try:
+            (callback,) = get_reporting_integration_callbacks([tracker])
+            callback()
+        except Exception as error:  # noqa: BLE001 - of any library
+            fault = f"{tracker} cannot be used here: {str(error).rstrip('.')}"
+            do = "Correct that, or take it out"
+            found.errors.append(ContractError(f"training.report_to[{index}]", fault, do))
+    found.raise_all()
 
 
 def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
