@@ -31,8 +31,8 @@ class ServerChecks:
     """The checks of the config's servers, and their results.
 
     samples: of the run; the attribute has those that are sent with their images. patience_s:
-    longest wait for a server that is not ready; None: `timeout_s`. clients, infos, envelopes: in
-    the order of the servers, None until their check has passed.
+    longest wait for a server that is not ready; None: `timeout_s`. clients, infos (by URL),
+    envelopes: in the order of the servers, None until their check has passed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ServerChecks:
         self._all_samples = samples
         self.samples = samples_of_folders(samples)
         self.clients: list[RolloutClient] | None = None
-        self.infos: list[Info] | None = None
+        self.infos: dict[str, Info] | None = None
         self.envelopes: list[list[RolloutEnvelope]] | None = None
 
     def checks(self) -> list[Check]:
@@ -68,7 +68,7 @@ class ServerChecks:
         return [build_request(each, template.prompt, template.system) for each in self.samples]
 
     def _check_reachable(self) -> str:
-        clients, infos = [], []
+        clients, infos = list[RolloutClient](), dict[str, Info]()
         for entry in self._server.servers:
             with RolloutClient(entry.base_url, self._patience_s) as waiting:
                 waiting.wait_until_pushable()
@@ -76,14 +76,12 @@ class ServerChecks:
                 entry.base_url, self._server.timeout_s, self._server.infer_timeout_s
             )
             clients.append(client)
-            infos.append(client.info())
+            infos[client.base_url] = client.info()
         self.clients, self.infos = clients, infos
-        return "; ".join(map(describe_server, infos))
+        return "; ".join(map(describe_server, infos.values()))
 
     def _check_settings(self) -> str:
-        infos = require(self.infos, "servers")
-        urls = [entry.base_url for entry in self._server.servers]
-        servers = list(zip(urls, infos, strict=True))
+        servers = require(self.infos, "servers").items()
         errors = [e for url, info in servers for e in differences(self._config, url, info)]
         if errors:
             raise ContractErrors(errors)
@@ -97,14 +95,14 @@ class ServerChecks:
         return "as in the config"
 
     def _check_together(self) -> str:
-        sizes = [info.world_size for info in require(self.infos, "servers")]
+        sizes = [info.world_size for info in require(self.infos, "servers").values()]
         processes = learner_processes(self._environment)
         batch = self._config.rollout_matching.decode_batch_size
         each = rank_chunk_size(batch, sizes, processes)
         return f"{sum(sizes)} device(s); {processes} learner process(es) send {each} requests each"
 
     def _check_group_ports(self) -> str:
-        infos = require(self.infos, "servers")
+        infos = require(self.infos, "servers").values()
         for index, (entry, info) in enumerate(zip(self._server.servers, infos, strict=True)):
             if info.owner is None:  # else the server frees the port of its owner
                 where = f"rollout_matching.vllm.server.servers[{index}].group_port"

@@ -53,9 +53,7 @@ class AnswerChecks:
         ]
 
     def _infos(self) -> dict[str, Info]:
-        clients = require(self._servers.clients, "servers")
-        infos = require(self._servers.infos, "servers")
-        return {client.base_url: info for client, info in zip(clients, infos, strict=True)}
+        return require(self._servers.infos, "servers")
 
     def _check_overlap(self) -> str:
         visible = require(self._machine.visible, "gpus")
