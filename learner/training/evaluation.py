@@ -16,7 +16,6 @@ from learner.rollout.colocate import Placement
 from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import over_processes
-from learner.stages.formats import answer_format
 from learner.training.backends import open_backend
 from learner.training.run_log import software
 from learner.training.synchronous_rollouts import RolloutSource
@@ -44,7 +43,7 @@ def build_scorer(
     detection = config.rollout_matching.eval_detection
     log = None
     if detection.enabled:
-        folder, data = Path(config.training.output_dir), config.data.val_jsonl
+        folder, data = config.training.output_dir, config.data.val_jsonl
         assert data is not None, "checked with the config"
         facts = {"run": str(folder), **evaluation_facts(config, data)}
         polygons, save = config.allow_poly, detection.save_answers
@@ -55,17 +54,7 @@ def build_scorer(
         evaluations: list[Evaluation] = []
 
         def answered() -> None:
-            evaluation = evaluate(
-                policy,
-                own,
-                seed,
-                loaded.tokenizer,
-                write_calls,
-                allow_poly=config.allow_poly,
-                resolution=config.rollout_matching.matching.maskiou_resolution,
-                answers=answer_format(config),
-            )
-            evaluations.append(evaluation)
+            evaluations.append(evaluate(config, policy, own, seed, loaded.tokenizer, write_calls))
 
         alone = nullcontext() if source is None else source.exclusive_access()
         with alone, policy.backend.serving():
@@ -93,22 +82,14 @@ def score_checkpoint(
     """
     with waiting_for("the model to be loaded"):
         loaded = load_model(config)
-    folder = folder or Path(config.training.output_dir)
+    folder = folder or config.training.output_dir
     with waiting_for("rollouts to be set up"):
         backend = open_backend(config, loaded, clients, folder, samples, placement)
     policy = Policy(backend, request_settings(config))
     try:
         with policy.backend.serving():
             policy.push_if_stale()
-            return evaluate(
-                policy,
-                samples,
-                evaluation_seed(config),
-                loaded.tokenizer,
-                allow_poly=config.allow_poly,
-                resolution=config.rollout_matching.matching.maskiou_resolution,
-                answers=answer_format(config),
-            )
+            return evaluate(config, policy, samples, evaluation_seed(config), loaded.tokenizer)
     finally:
         policy.close()
 

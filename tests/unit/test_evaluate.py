@@ -272,7 +272,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
     logged: list[dict[str, Any]] = []
     policy.push_if_stale()
     one = [sample(CAT)]
-    evaluate(policy, one, 7, toy_tokenizer, logged.append, allow_poly=False, resolution=256)
+    evaluate(config, policy, one, 7, toy_tokenizer, logged.append)
     policy.answer(one, 7)
     assert backend.decoded == [(0.0, 1.0), (0.7, 0.95)]
     records = [logged[0]["decoding"], policy.take_notes()[0]["decoding"]]

@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.analysis.evaluation.detections import confidence
+from learner.config.schema import Config
 from learner.data.coco import pixel_area
 from learner.distributed.waiting import waiting_for
 from learner.rollout.policy import Policy
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject, f1_of
 from learner.stages.clean_prefix import repeats
-from learner.stages.formats import AnswerFormat
+from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import (
     IOU_THRESHOLDS,
@@ -202,22 +203,16 @@ class Evaluation:
 
 
 def evaluate(
+    config: Config,
     policy: Policy,
     samples: Sequence[Sample],
     seed: int,
     tokenizer: Tokenizer,
     log_calls: Callable[[dict[str, Any]], None] | None = None,
-    *,
-    allow_poly: bool,
-    resolution: int,
-    answers: AnswerFormat = COORD_JSON,
 ) -> Evaluation:
     """Roll out every sample with the newest pushed weights, and score the answers.
 
     log_calls: receives the record of the calls.
-    allow_poly: False in the two-channel variant, which drops predicted polygons.
-    resolution: canvas side for pairs with a polygon.
-    answers: the format of the answers.
     """
     try:
         with waiting_for("the answers of an evaluation", policy.progress(len(samples))):
@@ -226,9 +221,10 @@ def evaluate(
         record, notes = policy.take_notes(evaluating=True)
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
+    resolution, answers = config.rollout_matching.matching.maskiou_resolution, answer_format(config)
     assessed = (
         assess_by_name(
-            *pair, tokenizer, allow_poly=allow_poly, resolution=resolution, answers=answers
+            *pair, tokenizer, allow_poly=config.allow_poly, resolution=resolution, answers=answers
         )
         for pair in zip(samples, outputs, strict=True)
     )
