@@ -146,12 +146,8 @@ class Pushes:
         async with self._phase("rendezvous", init.attempt):
             await self._leave_group("a newer learner has taken the server over")
             await self._engines_ready()
-            try:
-                if init.world_size > 1:
-                    await self._form_group(init)
-            except BaseException:
-                await self._leave_group("the group was not formed")
-                raise
+            if init.world_size > 1:
+                await self._form_group(init)
         return CommunicatorReady(
             weights_version=self.version,
             world_size=init.world_size,
@@ -364,49 +360,51 @@ class Pushes:
 
         The workers join last, because an engine does not answer while its worker waits.
         """
-        store = await asyncio.to_thread(self._open_store, init)
-        self._store = store
-        await self._wait_for_learner(store, init)
-        del store  # the traceback of a failure would keep it open
-        engines = self._engines.all()
-        each = self._workers // len(engines)
-        await all_or_cancel(
-            engine.join_group(init, index * each) for index, engine in enumerate(engines)
-        )
+        try:
+            store = await asyncio.to_thread(self._open_store, init)
+            self._store = store
+            for number in range(init.senders):
+                await self._wait_for_sender(PrefixStore(group_prefix(number), store), init)
+            del store  # the traceback of a failure would keep it open
+            engines = self._engines.all()
+            each = self._workers // len(engines)
+            await all_or_cancel(
+                engine.join_group(init, index * each) for index, engine in enumerate(engines)
+            )
+        except BaseException:
+            await self._leave_group("the group was not formed")
+            raise
         if init.transport != "nccl":  # gloo does not need the store any more
             self._store = None
         self._formed = True
 
-    async def _wait_for_learner(self, store: Store, init: InitCommunicator) -> None:
-        try:
-            async with asyncio.timeout(init.timeout_s):
-                for number in range(init.senders):
-                    group = PrefixStore(group_prefix(number), store)
-                    while not await asyncio.to_thread(group.check, [ready_key(0)]):
-                        await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            found = f"{rank_name(0)}: missing for {init.timeout_s:g} s"
-            where = f"rendezvous at {init.host}:{init.port}"
-            raise refusal("weight-transfer-timeout", found, where) from None
+    async def _wait_for_sender(self, group: PrefixStore, init: InitCommunicator) -> None:
+        deadline = time.monotonic() + init.timeout_s
+        while not await asyncio.to_thread(group.check, [ready_key(0)]):
+            if time.monotonic() > deadline:
+                found = f"{rank_name(0)}: missing for {init.timeout_s:g} s"
+                where = f"rendezvous at {init.host}:{init.port}"
+                raise refusal("weight-transfer-timeout", found, where)
+            await asyncio.sleep(POLL_S)
 
     async def _leave_group(self, reason: str) -> None:
-        """Let all workers leave; end a running push, for `reason`.
+        """Let all workers leave, or end their engine; end a running push, for `reason`.
 
         The store closes first: this ends a worker that waits for other ranks.
         """
+
+        async def leave(engine: Engine) -> None:
+            try:
+                async with asyncio.timeout(WORKER_MARGIN_S):
+                    await engine.leave_group()
+            except (TimeoutError, WeightPhaseFailed, EngineDead) as error:
+                logger.error("an engine is ended, as its workers are still in a group: %r", error)
+                engine.declare_dead()
+
         if self.state == "UPDATING":
             self._give_up(reason)
         self._formed, self._store = False, None
-        await asyncio.gather(*(self._leave(engine) for engine in self._engines.alive()))
-
-    async def _leave(self, engine: Engine) -> None:
-        """Let the workers of an engine leave; end the engine if they do not answer."""
-        try:
-            async with asyncio.timeout(WORKER_MARGIN_S):
-                await engine.leave_group()
-        except (TimeoutError, WeightPhaseFailed, EngineDead) as error:
-            logger.error("an engine is ended, because its workers are still in a group: %r", error)
-            engine.declare_dead()
+        await asyncio.gather(*map(leave, self._engines.alive()))
 
     # --- checks
 
