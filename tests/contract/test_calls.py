@@ -1,4 +1,4 @@
-"""Request ids, expected weights, metrics and log of calls to a real server."""
+"""Request ids, expected weights and metrics of calls to a real server."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from learner.rollout.server_process import free_ports
-from tests.contract.running_server import PROMPT, RunningServer, image_request, text_request
+from tests.contract.running_server import RunningServer, image_request, text_request
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group
 from tests.unit.fleets import wait_until
@@ -108,7 +108,7 @@ def test_query_or_header_leaves_the_envelope_out(server: RunningServer, requests
         assert answer.json() == [one["response"] for one in enveloped]
 
 
-# --- probes, metrics, log
+# --- metrics
 
 
 @pytest.mark.req("WIRE-06")
@@ -125,20 +125,3 @@ def test_metrics_count_answers(server: RunningServer, scene: Path) -> None:
     assert grown["rollout_phase_seconds_count generate"] == 1
     now = metrics(server)
     assert now["rollout_ready"] == now["rollout_replica_state 0 serving"] == 1
-
-
-@pytest.mark.req("SRV-08")
-def test_log_has_a_line_for_the_call_without_its_content(
-    server: RunningServer, scene: Path
-) -> None:
-    secret = "a-secret-word"
-    body = {
-        "infer_requests": [image_request(str(scene), f"{PROMPT} {secret}")],
-        "request_config": {"max_tokens": 8},
-        "request_id": "logged",
-    }
-    headers = {"authorization": f"Bearer {secret}"}
-    assert server.http.post("/infer/", json=body, headers=headers).status_code == 200
-    log = server.process.log
-    wait_until(lambda: " request_id=logged\n" in log.read_text(encoding="utf-8"))
-    assert secret not in log.read_text(encoding="utf-8")

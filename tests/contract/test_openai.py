@@ -110,14 +110,6 @@ def test_chat_completion_equals_infer(
         assert chunks[-1].usage == whole.usage
 
 
-def test_choices_are_seeded(client: openai.OpenAI, server: RunningServer) -> None:
-    options = {"n": 4, "temperature": 1.0, "seed": 11, "max_tokens": 24}
-    first = create(client, server, **options)
-    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
-    assert len(set(texts(first))) > 1
-    assert texts(create(client, server, **options)) == texts(first)
-
-
 @contextmanager
 def counting_web() -> Iterator[tuple[str, list[str]]]:
     """A loopback web server: its URL, and the paths that were requested."""

@@ -43,7 +43,6 @@ from tests.contract.weight_sender import (
     trailer,
     weight_group,
 )
-from tests.unit.fleets import wait_until
 from tests.unit.loaded_models import load_small
 
 
@@ -148,31 +147,6 @@ def test_a_server_that_slept_answers_by_its_weights_and_after_a_push_by_the_new_
     with pushing.group() as sender:
         push(server.http, sender, pushing.others, pushing.next_version())
     assert pushing.answers(*requests)[1] == reference.greedy_ids(other_tied, PROMPT, [scene], 24)
-
-
-@pytest.mark.slow
-@pytest.mark.req("ROLL-03", "SRV-02")
-def test_sleep_lets_running_sequences_end_and_refuses_calls_that_wait_or_come(
-    pushing: Pushing,
-) -> None:
-    server, sampled = pushing.server, {"temperature": 1.0, "max_tokens": 400}
-    few, more = [text_request()] * 4, [text_request()] * 64  # a replica has 64 places
-    idle = 'rollout_waiting_sequences{replica="0"} 0.0'
-    try:
-        with ThreadPoolExecutor() as threads:
-            running = threads.submit(server.post_infer, few, **sampled)
-            server.wait_for_sequences(lambda number: number == len(few))
-            waiting = threads.submit(server.post_infer, more, **sampled)
-            wait_until(lambda: idle not in server.http.get("/metrics").text)
-            asleep = threads.submit(server.http.post, "/sleep/", json={})
-            server.wait_for_replicas(lambda replicas: replicas[0]["state"] == "asleep")
-            assert not running.done()
-            refused = [server.post_infer([text_request()]), waiting.result()]
-            assert (running.result().status_code, asleep.result().status_code) == (200, 200)
-    finally:
-        assert server.http.post("/wake_up/", json={}).status_code == 200
-    for answer in refused:
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:rollmatch:push-needed")
 
 
 # --- the learner's pushes, and what its faults are seen by
