@@ -35,9 +35,8 @@ broadcasts one byte when the slot is filled, and all ranks pass a barrier after 
 """
 
 import math
-import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -65,24 +64,9 @@ HOST_MEMORY_NAME = "rollmatch-weights"
 # Alignment of parameters in a bucket, so that they can be viewed in place.
 WIRE_ALIGNMENT = 16
 
-DtypeName = Literal[
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-]
-DTYPE_BYTES: dict[DtypeName, int] = {
-    name: int(re.findall(r"\d+|bool", name)[0].replace("bool", "8")) // 8
-    for name in get_args(DtypeName)
-}
+# Types of the weights of an engine.
+DtypeName = Literal["float32", "float16", "bfloat16"]
+DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # Limit of every number, so that it fits into 64 bits.
 MOST = 2**62

@@ -246,7 +246,7 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
 
     def change(new: Weights) -> Weights:
         left = {name: weight for name, weight in new.items() if name != NORM}
-        other = {K_PROJ: new[K_PROJ][:64], V_PROJ: new[V_PROJ].double()}
+        other = {K_PROJ: new[K_PROJ][:64], V_PROJ: new[V_PROJ].half()}
         return left | other | {HEAD: new[EMBEDDING]}
 
     faults = {NORM: "missing", HEAD: "unexpected", K_PROJ: "shape", V_PROJ: "dtype"}
