@@ -20,7 +20,7 @@ from learner.config import dump_mapping, dump_resolved, load_mapping, merge, par
 from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.models.load import Offload
-from learner.rollout.backend import RolloutBackend
+from learner.rollout.backend import Journal, WeightsVersion
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
@@ -30,7 +30,7 @@ from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
 from shared_contracts.machine import CUDA_VISIBLE, address_towards, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
@@ -444,69 +444,64 @@ def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
 # --- The backend ------------------------------------------------------------------------
 
 
-class Scene(RolloutBackend):
-    """Records, in order, the calls of the backend.
+class Scene:
+    """The pool, the server and its memory in one; records their calls in order.
 
     fails: so many rollouts fail. keeps: so many times the server cannot free its memory.
     restarts: the server restarts then.
     """
 
+    repeat_terminate_active = False
+
     def __init__(self, fails: int = 0, keeps: int = 0, restarts: bool = False) -> None:
-        super().__init__()
+        self.journal, self.version = Journal(), WeightsVersion()
         self.calls: list[str] = []
         self.fails, self.keeps, self.restarts = fails, keeps, restarts
         self.starts = 1
 
+    def _call(self, name: str, fails: int = 0, error: str = "") -> None:
+        self.calls.append(name)
+        if fails:
+            self.starts += self.restarts
+            raise RunError(error)
+
     def await_ready(self) -> None:
-        self.calls.append(f"start {self.starts} is ready")
+        self._call(f"start {self.starts} is ready")
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        self.calls.append("room")
+        self._call("room")
         try:
             yield
         finally:
-            self.calls.append("restored")
+            self._call("restored")
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        self.calls.append("rollout")
-        if self.fails:
-            self.fails -= 1
-            self.starts += self.restarts
-            raise RunError("nobody answers")
+    def rollout(self, requests: object, request_config: object) -> list[RolloutOutput]:
+        self.fails -= (failing := self.fails > 0)
+        self._call("rollout", failing, "nobody answers")
         return []
 
     def push_and_ask(self, version: int) -> list[str]:
-        self.calls.append(f"push {version}")
+        self._call(f"push {version}")
         return [f"answers of {version}"]
 
     def prove(self, answers: list[str]) -> None:
         self.calls += [f"proof by {each}" for each in answers]
 
-    def push_weights(self, version: int) -> None:
-        raise NotImplementedError
-
     def sleep(self) -> None:
-        self.calls.append("sleep")
-        if self.keeps:
-            self.keeps -= 1
-            self.starts += self.restarts
-            raise RunError("its memory is stuck")
+        self.keeps -= (keeping := self.keeps > 0)
+        self._call("sleep", keeping, "its memory is stuck")
 
     def wake_up(self) -> None:
-        self.calls.append("wake up")
+        self._call("wake up")
 
     def close(self) -> None:
-        self.calls.append("close")
-        if self.fails:
-            raise RunError("no server")
+        self._call("close", self.fails, "no server")
 
     def check(self) -> None: ...
 
     def stop(self) -> None:
-        self.calls.append("stop")
+        self._call("stop")
 
     @property
     def moves(self) -> list[str]:
