@@ -10,18 +10,16 @@ All learner processes enter and leave `serving` together.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import TypeVar
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.client import RolloutClient
-from learner.rollout.server_pool import Answers, ServerPool
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.rollout.clock import CLOCK
+from learner.rollout.server_pool import LONGEST_WAIT_S, Answers, ServerPool
 from learner.rollout.server_process import SupervisedServer
 from learner.types import RolloutOutput
-from shared_contracts.errors import ContractError, RunError
+from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-
-T = TypeVar("T")
 
 
 class ColocatedBackend(RolloutBackend):
@@ -84,26 +82,38 @@ class ColocatedBackend(RolloutBackend):
         """Have the server give its memory up, once every process has its answers."""
         self._peers.all_gather(lambda: None)
         if self._memory is not None:
-            broadcast_from_rank0(self._peers, partial(self._working, self._sleep))
+            broadcast_from_rank0(self._peers, partial(self._repeat, self._memory.sleep))
             self._asleep = True
-
-    def _sleep(self) -> None:
-        assert self._memory is not None
-        self._memory.sleep()
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         with self.serving():
             if self._memory is not None and self._asleep:
-                self._working(self._memory.wake_up)
+                self._repeat(self._memory.wake_up)
                 self._asleep = False
-            return self._working(partial(self._servers.rollout, requests, request_config))
+            return self._servers.rollout(requests, request_config)
 
     def push_weights(self, version: int) -> None:
         with self.serving():
-            self._answers = self._working(partial(self._servers.push_and_ask, version))
+            self._answers = self._servers.push_and_ask(version)
             self._asleep = False
+
+    def _repeat(self, call: Callable[[], object]) -> None:
+        """Make a call of the server, again while it restarts.
+
+        Raises RunError: the server refuses, or is gone for good.
+        """
+        for waited_s in CLOCK.attempts():
+            try:
+                call()
+                return
+            except SERVER_ERRORS as error:
+                if self._own is not None:
+                    self._own.check()
+                refused = isinstance(error, ProblemError) and error.problem.kind != "not-ready"
+                if refused or waited_s > LONGEST_WAIT_S:
+                    raise
 
     def close(self) -> None:
         try:
@@ -111,26 +121,3 @@ class ColocatedBackend(RolloutBackend):
         finally:
             if self._own is not None:
                 self._own.stop()
-
-    def _working(self, work: Callable[[], T]) -> T:
-        """Return the work's result. A start may take longer than other servers are waited for.
-
-        Several processes do not repeat work that failed: each waits for the others in it.
-
-        Raises what `work` raises, or why the server is gone for good.
-        """
-        while self._own is not None:
-            self._own.await_ready()
-            starts = self._own.starts
-            try:
-                return work()
-            except RunError as error:
-                if self._peers.count > 1:
-                    raise
-                try:
-                    self._own.check()
-                except RunError as reason:
-                    raise reason from error
-                if self._own.starts == starts:
-                    raise
-        return work()

@@ -81,6 +81,7 @@ class ServerPool(RolloutBackend):
     shared: pushes to the one server by all processes; after a failure process 0 pushes alone.
     proof: decides which pushes are proven, and how; None: none is.
     clock: of pauses and waits.
+    check: raises why no server comes back any more, if that is known.
     """
 
     streams = True
@@ -97,9 +98,11 @@ class ServerPool(RolloutBackend):
         proof: ProofOfEffect | None = None,
         shared: SharedPush | None = None,
         clock: Clock = CLOCK,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(journal)
         self.peers = peers
+        self._check = check
         self.clock = clock
         self.timeout_s = max(client.timeout_s for client in clients)
         self._dtype: DtypeName = "float32"
@@ -158,13 +161,14 @@ class ServerPool(RolloutBackend):
 
         Raises:
             RunError: for `timeout_s` no server was starting or needed only a push, or none came
-                back within LONGEST_WAIT_S.
+                back within LONGEST_WAIT_S, or none can.
         """
         last_sign_s = 0.0
         with waiting_for("a rollout server to come back", self.reasons):
             for waited_s in self.clock.attempts():
                 if found := find():
                     return found
+                self._check()
                 if any(server.problem in ("not-ready", "push-needed") for server in self.servers):
                     last_sign_s = waited_s
                 limit_s, name = LONGEST_WAIT_S, "the longest wait"

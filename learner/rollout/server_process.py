@@ -1,6 +1,7 @@
 """A rollout server as a child process; `SupervisedServer` restarts it (ROLL-03, DEP-02)."""
 
 import logging
+import math
 import os
 import random
 import signal
@@ -14,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from learner.distributed.waiting import waiting_for
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.clock import CLOCK
 from shared_contracts.errors import ContractError, RunError
@@ -155,10 +155,9 @@ class SupervisedServer:
     """A server process that is restarted until `stop`.
 
     start: starts the process, each time on the same port.
-    start_timeout_s: longest wait of `await_ready`.
+    start_timeout_s: longest wait for the first start.
     clock: measures how long a start was healthy, in seconds.
     first: a process that was started already, and is healthy. name: in messages.
-    starts: the number of starts.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class SupervisedServer:
         Raises:
             ContractError: it ended, or was not ready in time; nothing is left running.
         """
-        self.starts = 1
         self._start = start
         self._start_timeout_s = start_timeout_s
         self._pauses_s = pauses_s
@@ -183,7 +181,6 @@ class SupervisedServer:
         self._name = name
         self._stopped = threading.Event()
         self._starting = threading.Lock()  # a start, or the end of all starts
-        self._settled = threading.Event()  # the newest start is ready, or no other one comes
         self._given_up: RunError | None = None
         self._process = first or start()
         if first is None:
@@ -192,8 +189,7 @@ class SupervisedServer:
             except BaseException:
                 self._process.stop()
                 raise
-        self._ready_since = clock()
-        self._settled.set()
+        self._ready_since = clock()  # infinite until the newest start is healthy
         # The kernel ends a child with the thread that started it: this one waits for it.
         threading.Thread(target=self._supervise, daemon=True).start()
 
@@ -209,19 +205,6 @@ class SupervisedServer:
         """Raise RunError if the server ended too often, or could not be restarted."""
         if self._given_up is not None:
             raise self._given_up
-
-    def await_ready(self) -> None:
-        """Wait until the newest start is healthy.
-
-        Raises:
-            RunError: as `check`, or it was not ready in time.
-        """
-        if not self._settled.is_set():
-            with waiting_for(f"{self._name} to be ready"):
-                if not self._settled.wait(self._start_timeout_s):
-                    limit_s = self._start_timeout_s
-                    raise RunError(f"{self._name} was not ready again within {limit_s:.0f} s")
-        self.check()
 
     def stop(self) -> None:
         """Stop the process and its supervision; idempotent."""
@@ -240,9 +223,8 @@ class SupervisedServer:
         ends = 0
         while not self._stopped.is_set():
             code = self._process.wait()
-            steady = self._settled.is_set() and self._clock() - self._ready_since >= STEADY_S
-            ends = 1 if steady else ends + 1
-            self._settled.clear()
+            ends = 1 if self._clock() - self._ready_since >= STEADY_S else ends + 1
+            self._ready_since = math.inf
             if self._stopped.is_set():
                 break
             if ends > len(self._pauses_s):
@@ -258,7 +240,6 @@ class SupervisedServer:
                 reason = f"{self._name} ended and could not be restarted: {error}"
                 self._given_up = RunError(reason)
                 break
-        self._settled.set()
 
     def _restart(self) -> None:
         """Start the process, unless it is stopped, and wait until it is healthy or has ended."""
@@ -266,8 +247,6 @@ class SupervisedServer:
             if self._stopped.is_set():
                 return
             self._process = self._start()
-            self.starts += 1
         with suppress(ContractError):
             self._process.wait_until_healthy(self._start_timeout_s)
             self._ready_since = self._clock()
-            self._settled.set()

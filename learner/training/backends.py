@@ -104,6 +104,7 @@ def _over_servers(
     clients: Sequence[RolloutClient],
     servers: Sequence[ServerAddress],
     peers: Peers = SINGLE_PROCESS,
+    own: SupervisedServer | None = None,
 ) -> ServerPool:
     """Return the backend; process 0 forms the weight groups. Versions continue the servers'."""
     fallback = config.rollout_matching.vllm.sync.fallback_to_full
@@ -138,6 +139,7 @@ def _over_servers(
         gather=None if gathered is None else gathered.gather,
         proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
         shared=shared,
+        check=own.check if own else lambda: None,
     )
     backend.repeat_terminate_active = all(
         client.info().repeat_terminate.active for client in clients
@@ -197,7 +199,7 @@ def _colocate(
             base_url, token, group_port = broadcast_from_rank0(peers, start)
             client = RolloutClient(base_url, COLOCATED_TIMEOUT_S, token=token)
             address = ServerAddress(base_url=base_url, group_port=group_port)
-            servers = _over_servers(config, loaded, [client], [address], peers)
+            servers = _over_servers(config, loaded, [client], [address], peers, own)
             memory = client if placement.gpus else None
             backend = ColocatedBackend(servers, own, offload.room, memory, peers)
             backend.sleep()

@@ -21,6 +21,7 @@ from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.models.load import Offload
 from learner.rollout.backend import Journal, WeightsVersion
+from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
@@ -29,7 +30,7 @@ from learner.types import RolloutOutput
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
-from shared_contracts.errors import ContractError, RunError
+from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.machine import CUDA_VISIBLE, address_towards, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
@@ -327,21 +328,25 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
-            server.await_ready()
+            server.check()
     assert starts(tmp_path) == 3
 
 
 def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often_again(
     tmp_path: Path,
 ) -> None:
-    now = 0.0
-    with supervised(tmp_path, lives=9, pauses_s=(0.0,), clock=lambda: now) as server:
+    now, looks = 0.0, list[float]()  # at the clock: when a start is ready, and when it has ended
+
+    def clock() -> float:
+        looks.append(now)
+        return now
+
+    with supervised(tmp_path, lives=9, pauses_s=(0.0,), clock=clock) as server:
         address = server.base_url
         for start in (2, 3):
             now += STEADY_S
             os.kill(server.pid, signal.SIGKILL)
-            wait_until(lambda start=start: server.starts == start)  # type: ignore[misc]
-            server.await_ready()
+            wait_until(lambda start=start: len(looks) == 2 * start - 1)  # type: ignore[misc]
             assert server.base_url == address
         now += STEADY_S - 1
         os.kill(server.pid, signal.SIGKILL)
@@ -447,66 +452,57 @@ def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
 class Scene:
     """The pool, the server and its memory in one; records their calls in order.
 
-    fails: so many rollouts fail. keeps: so many times the server cannot free its memory.
-    restarts: the server restarts then.
+    fails: a rollout fails. keeps: errors of the next calls that free the memory.
+    gone: the server does not come back.
     """
 
     repeat_terminate_active = False
 
-    def __init__(self, fails: int = 0, keeps: int = 0, restarts: bool = False) -> None:
+    def __init__(self, *keeps: RunError, fails: bool = False, gone: RunError | None = None) -> None:
         self.journal, self.version = Journal(), WeightsVersion()
         self.calls: list[str] = []
-        self.fails, self.keeps, self.restarts = fails, keeps, restarts
-        self.starts = 1
-
-    def _call(self, name: str, fails: int = 0, error: str = "") -> None:
-        self.calls.append(name)
-        if fails:
-            self.starts += self.restarts
-            raise RunError(error)
-
-    def await_ready(self) -> None:
-        self._call(f"start {self.starts} is ready")
+        self.keeps, self.fails, self.gone = [*keeps], fails, gone
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        self._call("room")
+        self.calls.append("room")
         try:
             yield
         finally:
-            self._call("restored")
+            self.calls.append("restored")
 
     def rollout(self, requests: object, request_config: object) -> list[RolloutOutput]:
-        self.fails -= (failing := self.fails > 0)
-        self._call("rollout", failing, "nobody answers")
+        self.calls.append("rollout")
+        if self.fails:
+            self.fails = False
+            raise RunError("nobody answers")
         return []
 
     def push_and_ask(self, version: int) -> list[str]:
-        self._call(f"push {version}")
+        self.calls.append(f"push {version}")
         return [f"answers of {version}"]
 
     def prove(self, answers: list[str]) -> None:
         self.calls += [f"proof by {each}" for each in answers]
 
     def sleep(self) -> None:
-        self.keeps -= (keeping := self.keeps > 0)
-        self._call("sleep", keeping, "its memory is stuck")
+        self.calls.append("sleep")
+        if self.keeps:
+            raise self.keeps.pop(0)
 
     def wake_up(self) -> None:
-        self._call("wake up")
+        self.calls.append("wake up")
 
     def close(self) -> None:
-        self._call("close", self.fails, "no server")
+        if self.fails:
+            raise RunError("no server")
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self.gone is not None:
+            raise self.gone
 
     def stop(self) -> None:
-        self._call("stop")
-
-    @property
-    def moves(self) -> list[str]:
-        """The calls without the waits for a start."""
-        return [call for call in self.calls if not call.startswith("start")]
+        self.calls.append("stop")
 
 
 def colocated(scene: Scene, *, sleeps: bool) -> ColocatedBackend:
@@ -527,7 +523,7 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
             backend.rollout([], RequestConfig())
             backend.rollout([], RequestConfig())
     backend.rollout([], RequestConfig())
-    assert scene.moves == [
+    assert scene.calls == [
         "sleep",
         *("room", "push 1", "rollout", "rollout", "sleep", "restored", "proof by answers of 1"),
         *("room", "push 2", "rollout", "rollout", "sleep", "restored", "proof by answers of 2"),
@@ -535,34 +531,37 @@ def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
     ]
 
 
+STARTING = ProblemError(Problem.of("not-ready", "its engines are starting", "replicas[0]"))
+STUCK = ProblemError(Problem.of("weight-transfer-timeout", "its memory is stuck", "/sleep/"))
+GONE = ServerUnreachable("connection refused")
+
+
 @pytest.mark.parametrize(
     ("scene", "error", "moves"),
     [
-        (Scene(fails=1), "nobody answers", ["rollout", "sleep"]),
-        (Scene(fails=1, keeps=1), "nobody answers", ["rollout", "sleep"]),
-        (Scene(keeps=1), "its memory is stuck", ["rollout", "sleep"]),
-        (Scene(keeps=1, restarts=True), None, ["rollout", "sleep", "sleep"]),
-        (Scene(fails=2, restarts=True), None, ["rollout"] * 3 + ["sleep"]),
+        (Scene(fails=True), "nobody answers", ["rollout", "sleep"]),
+        (Scene(STUCK, fails=True), "nobody answers", ["rollout", "sleep"]),
+        (Scene(STUCK), "its memory is stuck", ["rollout", "sleep"]),
+        (Scene(GONE, STARTING), None, ["rollout", *["sleep"] * 3]),
+        (Scene(GONE, gone=RunError("ended 5 times")), "ended 5 times", ["rollout", "sleep"]),
     ],
-    ids=["fails", "fails and keeps", "keeps", "keeps until a restart", "fails until a restart"],
+    ids=["fails", "fails and keeps", "keeps", "restarts", "is gone for good"],
 )
-def test_failed_rollout_raises_its_own_error_and_a_restarted_server_is_asked_again(
+def test_failed_rollout_raises_its_own_error_and_a_restarted_server_is_put_to_sleep(
     scene: Scene, error: str | None, moves: list[str]
 ) -> None:
     with nullcontext() if error is None else pytest.raises(RunError, match=error):
         colocated(scene, sleeps=True).rollout([], RequestConfig())
-    assert scene.moves == ["room", *moves, "restored"]
-    waits = [call for call in scene.calls if call.startswith("start")]
-    assert waits[-1] == f"start {scene.starts} is ready"
+    assert scene.calls == ["room", *moves, "restored"]
 
 
 def test_rollout_after_a_failed_one_wakes_the_server() -> None:
-    scene = Scene(fails=1)
+    scene = Scene(fails=True)
     backend = colocated(scene, sleeps=True)
     with pytest.raises(RunError):
         backend.rollout([], RequestConfig())
     backend.rollout([], RequestConfig())
-    assert scene.moves[4:] == ["room", "wake up", "rollout", "sleep", "restored"]
+    assert scene.calls[4:] == ["room", "wake up", "rollout", "sleep", "restored"]
 
 
 @pytest.mark.req("SYNC-08")
@@ -581,7 +580,7 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
 
     for rank in in_ranks(2, work):
         rank.result()
-    moves = scenes[0].moves
+    moves = scenes[0].calls
     assert moves[:3] == ["sleep", "room", "room"]
     assert sorted(moves[3:7]) == ["push 1", "push 1", "rollout", "rollout"]
     assert moves[7] == "sleep"
@@ -589,7 +588,7 @@ def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> No
 
 
 def test_server_is_stopped_although_close_fails() -> None:
-    scene = Scene(fails=1)
+    scene = Scene(fails=True)
     with pytest.raises(RunError):
         colocated(scene, sleeps=False).close()
     assert scene.calls[-1] == "stop"
