@@ -24,9 +24,6 @@ from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
-Requests = Sequence[RolloutInferRequest]
-Generate = Callable[[Requests, RequestConfig], list[RolloutOutput]]
-
 
 @dataclass(frozen=True)
 class RequestSettings:
@@ -106,14 +103,15 @@ class Policy:
     ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        return self._answer(self.backend.rollout, samples, seed, evaluating)
+        with self._naming_first_wait(len(samples)):
+            return self.backend.rollout(*self._requests(samples, seed, evaluating))
 
     def stream(
         self, samples: Sequence[Sample], seed: int
     ) -> Generator[list[RolloutOutput], None, None]:
         """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
         assert not self.is_behind(), "push_if_stale comes before stream"
-        with closing(self.backend.stream(*self._requests(samples, seed, False))) as chunks:
+        with closing(self.backend.stream(*self._requests(samples, seed))) as chunks:
             with self._naming_first_wait(len(samples)):
                 first = next(chunks, None)
             if first is not None:
@@ -125,7 +123,8 @@ class Policy:
 
         Raises PushNeeded.
         """
-        return self._answer(self.backend.rollout_asynchronous, samples, seed, evaluating=False)
+        with self._naming_first_wait(len(samples)):
+            return self.backend.rollout_asynchronous(*self._requests(samples, seed))
 
     def repush_restarted(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
@@ -135,17 +134,11 @@ class Policy:
         if not self.is_behind():
             self.backend.repush_restarted()
 
-    def _answer(
-        self, generate: Generate, samples: Sequence[Sample], seed: int, evaluating: bool
-    ) -> list[RolloutOutput]:
-        with self._naming_first_wait(len(samples)):
-            return generate(*self._requests(samples, seed, evaluating))
-
     def _decoding(self, evaluating: bool) -> RequestConfig:
         return (evaluating and self._settings.evaluation) or self._settings.config
 
     def _requests(
-        self, samples: Sequence[Sample], seed: int, evaluating: bool
+        self, samples: Sequence[Sample], seed: int, evaluating: bool = False
     ) -> tuple[list[RolloutInferRequest], RequestConfig]:
         prompt, system = self._settings.prompt, self._settings.system
         requests = [build_request(sample, prompt, system) for sample in samples]

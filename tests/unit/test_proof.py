@@ -113,11 +113,11 @@ def test_another_prompt_is_refused_and_empty_answers_prove_nothing(
     proof, prompt_ids = ProofOfEffect(loaded, "full"), answers[0].response.prompt_token_ids
     assert prompt_ids is not None
     with pytest.raises(ContractError, match="prompt of text"):
-        proof.difference([envelope([], prompt_ids[:-1]), answers[1]])
+        proof.check(URL, [envelope([], prompt_ids[:-1]), answers[1]], "float32")
     empty = [envelope([], answer.response.prompt_token_ids or []) for answer in answers]
     for answer in empty:
         answer.response.choices[0].logprobs = ChoiceLogprobs.of([])
-    assert proof.difference(empty) == 0.0
+    assert proof.check(URL, empty, "float32") == 0.0
     assert "nothing is proven" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_an_answer_counts_up_to_its_first_token_of_an_image(
         known = [each.logprob for each in choice.logprobs.content]
         longer.append(envelope(ids, answer.response.prompt_token_ids or []))
         longer[-1].response.choices[0].logprobs = ChoiceLogprobs.of([*known, -20.0, -20.0])
-    assert ProofOfEffect(loaded, "full").difference(longer) < 1e-5
+    assert ProofOfEffect(loaded, "full").check(URL, longer, "float32") < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -82,24 +82,22 @@ class ProofOfEffect:
             return False
         return self._verify == "full" or unproven or self._pushes % SAMPLED == 1
 
-    def difference(self, envelopes: Sequence[RolloutEnvelope]) -> float:
+    def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
         """Return the mean |engine - trainer| of the log-probabilities of all answers, in nats.
 
-        Raises ContractError if the server encodes a prompt differently.
+        Raises WeightsDiffer if it is above the limit of `dtype`, and ContractError if the server
+        encodes a prompt differently.
         """
-        found = [
-            self._differences(name, request, envelope)
-            for (name, request), envelope in zip(prompts().items(), envelopes, strict=True)
-        ]
-        differences = torch.cat(found)
+        differences = torch.cat(
+            [
+                self._differences(name, request, envelope)
+                for (name, request), envelope in zip(prompts().items(), envelopes, strict=True)
+            ]
+        )
         if not len(differences):
             _LOG.warning("the answers that prove a push are empty, so nothing is proven")
             return 0.0
-        return float(differences.mean())
-
-    def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
-        """Return `difference`. Raises WeightsDiffer if it is above the limit of `dtype`."""
-        found, limit = self.difference(envelopes), LIMITS.get(dtype, LIMIT_OF_OTHERS)
+        found, limit = float(differences.mean()), LIMITS.get(dtype, LIMIT_OF_OTHERS)
         if not found <= limit:
             raise WeightsDiffer(
                 f"{url} does not compute with the weights that were pushed: its log-probabilities "
