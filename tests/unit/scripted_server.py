@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 from pydantic import BaseModel
 
 from learner.rollout.client import ServerUnreachable
@@ -146,13 +145,6 @@ def scripted_server() -> Iterator[ScriptedServer]:
         http.shutdown()
         thread.join()
         http.socket.close()
-
-
-def response(reply: Reply) -> httpx.Response:
-    """The answer of a scripted server, for `respx`."""
-    status, body, headers = _whole(reply)
-    headers = {"Content-Type": _content_type(body)} | headers
-    return httpx.Response(status, headers=headers, content=_payload(body))
 
 
 def _whole(reply: Reply) -> tuple[int, Any, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The client of one rollout server: over real HTTP where connections matter, otherwise respx."""
+"""The client of one rollout server, over real HTTP."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import respx
 
 from learner.rollout import client as client_module
 from learner.rollout.client import (
@@ -30,7 +29,7 @@ from shared_contracts.errors import (
 )
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import GroupCall, WeightStatus
 from tests.unit.fleets import PausedClock
 from tests.unit.scripted_server import (
@@ -44,7 +43,6 @@ from tests.unit.scripted_server import (
     live,
     problem,
     report,
-    response,
     scripted_server,
 )
 
@@ -57,9 +55,9 @@ REQUEST = {
 CONFIG = {"max_tokens": 8, "temperature": 0.0, "seed": 7, "return_details": True}
 CALL = InferCall.model_validate({"infer_requests": [REQUEST], "request_config": CONFIG})
 
+HEALTH = "GET /health/"
+
 _LIMIT_S = 60.0
-URL = "http://server.test"  # `respx_mock` answers there without a socket
-pytestmark = pytest.mark.respx(base_url=URL)
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +70,6 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def server() -> Iterator[ScriptedServer]:
     with scripted_server() as running:
         yield running
-
-
-def authorizations(mocked: respx.MockRouter) -> list[str | None]:
-    return [call.request.headers.get("Authorization") for call in mocked.calls]
 
 
 def unused_url() -> str:
@@ -97,14 +91,14 @@ BAD_GATEWAY = "<html>\n<title>502 Bad Gateway</title>\n"
     ids=["problem", "page"],
 )
 def test_refusal_is_a_problem_with_its_place(
-    respx_mock: respx.MockRouter, reply: Reply, kind: tuple[int, str], detail: str, place: str
+    server: ScriptedServer, reply: Reply, kind: tuple[int, str], detail: str, place: str
 ) -> None:
-    respx_mock.post("/infer/").mock(response(reply))
-    with RolloutClient(URL) as client, pytest.raises(ProblemError) as caught:
+    server.routes[INFER] = lambda _: reply
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
         client.infer(CALL)
     found = caught.value.problem
     assert (found.status, found.title, found.detail) == (*kind, detail)
-    assert found.where == f"POST {URL}/infer/{place}"
+    assert found.where == f"POST {server.base_url}/infer/{place}"
     assert may_pass(caught.value) is (found.status == 502)
     assert not isinstance(caught.value, OtherWeights)
 
@@ -128,13 +122,13 @@ STARTING = problem("not-ready", "replica 0: its engine is being built, for 12 s"
 @pytest.mark.req("SYNC-05", "SYNC-07")
 @pytest.mark.parametrize("last", [health(version=4), problem("push-needed", "asleep", "weights")])
 def test_server_is_waited_for_until_it_can_be_pushed_to(
-    last: Reply, respx_mock: respx.MockRouter
+    server: ScriptedServer, last: Reply
 ) -> None:
-    route = respx_mock.get("/health/")
-    route.side_effect = [response(STARTING)] * 3 + [response(last)]
-    with RolloutClient(URL, _LIMIT_S, clock=PausedClock()) as client:
+    replies = [STARTING] * 3 + [last]
+    server.routes[HEALTH] = lambda _: replies.pop(0)
+    with RolloutClient(server.base_url, _LIMIT_S, clock=PausedClock()) as client:
         client.wait_until_pushable()
-    assert route.call_count == 4
+    assert replies == []
 
 
 @pytest.mark.req("SYNC-04")
@@ -147,11 +141,11 @@ def test_server_is_waited_for_until_it_can_be_pushed_to(
     ids=["starting", "page"],
 )
 def test_server_that_never_gets_ready_is_reported_with_its_answer(
-    respx_mock: respx.MockRouter, reply: Reply, found: str, do: str, waits: bool
+    server: ScriptedServer, reply: Reply, found: str, do: str, waits: bool
 ) -> None:
-    respx_mock.get("/health/").mock(response(reply))
+    server.routes[HEALTH] = lambda _: reply
     clock = PausedClock()
-    client = RolloutClient(URL, _LIMIT_S, clock=clock)
+    client = RolloutClient(server.base_url, _LIMIT_S, clock=clock)
     with client, pytest.raises(ContractError, match=found) as caught:
         client.wait_until_pushable()
     assert do in caught.value.do
@@ -162,18 +156,19 @@ def test_server_that_never_gets_ready_is_reported_with_its_answer(
 @pytest.mark.parametrize(
     ("host", "do"),
     [
-        ("rollouts.test", "Change the server: start it with `--allowed-host rollouts.test`"),
+        ("localhost", "Change the server: start it with `--allowed-host localhost`"),
         ("0.0.0.0", "Change the learner's rollout_matching.vllm.server.servers[].base_url"),
     ],
 )
-def test_refused_host_name_is_reported_with_the_side_to_change(host: str, do: str) -> None:
-    reply = response(problem("misdirected", f"'{host}' is not served here", "Host"))
-    with respx.mock(base_url=f"http://{host}") as mocked:
-        mocked.get("/health/").mock(reply)
-        with RolloutClient(f"http://{host}") as client, pytest.raises(ContractError) as caught:
-            client.wait_until_pushable()
-    assert caught.value.where == f"GET http://{host}/health/"
-    assert f"'{host}' is not served here" in caught.value.found
+def test_refused_host_name_is_reported_with_the_side_to_change(
+    server: ScriptedServer, host: str, do: str
+) -> None:
+    server.routes[HEALTH] = lambda _: problem("misdirected", f"'{host}' is not served", "Host")
+    url = server.base_url.replace("127.0.0.1", host)
+    with RolloutClient(url) as client, pytest.raises(ContractError) as caught:
+        client.wait_until_pushable()
+    assert caught.value.where == f"GET {url}/health/"
+    assert f"'{host}' is not served" in caught.value.found
     assert caught.value.do.startswith(do)
 
 
@@ -294,12 +289,11 @@ def test_call_that_ends_early_closes_its_connection() -> None:
     ("header", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), (None, None)]
 )
 def test_retry_after_of_a_busy_server_is_read(
-    respx_mock: respx.MockRouter, header: str | None, seconds: float | None
+    server: ScriptedServer, header: str | None, seconds: float | None
 ) -> None:
     headers = {} if header is None else {"Retry-After": header}
-    busy = (*problem("too-many-calls", "try again", "POST /infer/"), headers)
-    respx_mock.post("/infer/").mock(response(busy))
-    with RolloutClient(URL) as client, pytest.raises(TooManyCalls) as caught:
+    server.routes[INFER] = lambda _: (*problem("too-many-calls", "try again", INFER), headers)
+    with RolloutClient(server.base_url) as client, pytest.raises(TooManyCalls) as caught:
         client.infer(CALL)
     assert caught.value.retry_after_s == seconds
 
@@ -320,28 +314,24 @@ def test_only_temporary_errors_are_retried() -> None:
 @pytest.mark.req("SRV-06", "WIRE-06")
 @pytest.mark.parametrize(("token", "sent"), [("s3cret\n", "Bearer s3cret"), (" \n", None)])
 def test_every_call_sends_the_token_of_the_environment(
-    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, token: str, sent: str | None
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, token: str, sent: str | None
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     settings = info(RepeatTerminateConfig(enabled=True, max_object_keys=3), max_num_seqs=7)
-    replies = {"/health/": health(), "/get_world_size/": WorldSize(world_size=1)}
-    replies["/info/"] = settings
-    for path, reply in replies.items():
-        respx_mock.get(path).mock(response(reply))
-    respx_mock.post("/infer/").mock(response([envelope([5], [1])]))
-    with RolloutClient(URL) as client:
+    server.routes |= {"GET /info/": lambda _: settings, INFER: lambda _: [envelope([5], [1])]}
+    with RolloutClient(server.base_url) as client:
         client.wait_until_pushable()
         client.world_size()
         assert client.info() == settings
         client.infer(CALL)
-    assert authorizations(respx_mock) == [sent] * 4
+    assert server.authorizations == [sent] * 4
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
 def test_unusable_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "two words")
     with pytest.raises(ContractError) as caught:
-        RolloutClient(URL)
+        RolloutClient("http://a:1")
     assert caught.value.where == TOKEN_VARIABLE
     assert "two words" not in str(caught.value)
 
@@ -352,7 +342,7 @@ def test_unusable_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch
     [(None, "the learner has none"), (TOKEN_FILE_VARIABLE, "refuses the token of")],
 )
 def test_missing_or_wrong_token_is_reported_with_what_to_set(
-    respx_mock: respx.MockRouter,
+    server: ScriptedServer,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     variable: str | None,
@@ -361,11 +351,11 @@ def test_missing_or_wrong_token_is_reported_with_what_to_set(
     (tmp_path / "token").write_text("s3cret\n")
     if variable is not None:
         monkeypatch.setenv(variable, str(tmp_path / "token"))
-    respx_mock.get("/info/").mock(response(problem("unauthorized", "no valid token", "header")))
-    with RolloutClient(URL) as client, pytest.raises(ContractError) as caught:
+    server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
+    with RolloutClient(server.base_url) as client, pytest.raises(ContractError) as caught:
         client.info()
-    assert authorizations(respx_mock) == [None if variable is None else "Bearer s3cret"]
-    assert caught.value.where == f"GET {URL}/info/"
+    assert server.authorizations == [None if variable is None else "Bearer s3cret"]
+    assert caught.value.where == f"GET {server.base_url}/info/"
     assert found in caught.value.found
     assert (variable or TOKEN_VARIABLE) in str(caught.value)
     assert "s3cret" not in str(caught.value)
@@ -450,43 +440,38 @@ FAULTS = [
     ],
 )
 def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
-    respx_mock: respx.MockRouter,
+    server: ScriptedServer,
     monkeypatch: pytest.MonkeyPatch,
     route: str,
     reply: Reply,
     found: str,
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 100_000)
-    method, path = route.split()
-    respx_mock.request(method, path).mock(response(reply))
-    with RolloutClient(URL) as client, pytest.raises(ProblemError) as caught:
+    server.routes[route] = lambda _: reply
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
         ROUTES[route](client)
     assert caught.value.problem.title == "Not an answer of a rollout server"
-    assert caught.value.problem.where == f"{method} {URL}{path}"
+    assert caught.value.problem.where == route.replace(" ", f" {server.base_url}")
     assert found in caught.value.problem.detail
 
 
 @pytest.mark.req("RES-25", "SYNC-04", "CFG-06")
 @pytest.mark.parametrize("route", ROUTES)
 def test_call_without_an_answer_ends_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, route: str
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     monkeypatch.setattr(client_module, "PHASE_MARGIN_S", 0.0)
     ended = threading.Event()
-    with (
-        scripted_server() as server,
-        RolloutClient(server.base_url, 0.2, infer_timeout_s=0.2) as client,
-    ):
-        server.routes[route] = lambda _: ended.wait(_LIMIT_S) and HONEST[route]
+    server.routes[route] = lambda _: ended.wait(_LIMIT_S) and HONEST[route]
+    with RolloutClient(server.base_url, 0.2, infer_timeout_s=0.2) as client:
         with pytest.raises(ServerUnreachable, match=f"{server.base_url}.*timed out"):
             ROUTES[route](client)
         ended.set()
 
 
 @pytest.mark.req("RES-26", "CFG-06")
-def test_call_for_rollouts_bounds_connecting_alone(respx_mock: respx.MockRouter) -> None:
-    respx_mock.post("/infer/").mock(response([envelope([5], [1])]))
-    with RolloutClient(URL, timeout_s=12.5) as client:
-        client.infer(CALL)
-    limits = respx_mock.calls.last.request.extensions["timeout"]
-    assert limits == {"connect": 12.5, "read": None, "write": None, "pool": None}
+def test_answer_may_take_longer_than_a_connection(server: ScriptedServer) -> None:
+    never = threading.Event()
+    server.routes[INFER] = lambda _: [envelope([5], [1])] * (1 + never.wait(0.6))
+    with RolloutClient(server.base_url, timeout_s=0.3) as client:
+        assert len(client.infer(CALL)) == 1
