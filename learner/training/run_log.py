@@ -57,7 +57,7 @@ def open_run_folder(config: Config, placement: Placement | None, start: Start = 
 
     placement: of a colocated server, if one is started.
     """
-    folder = Path(config.training.output_dir)
+    folder = config.training.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     prepare_folder(folder, start)
     facts = {**_run_facts(config, placement), "started_at_step": start.step}

@@ -94,11 +94,6 @@ class RunParts:
     peers: Peers = SINGLE_PROCESS
     bad_samples: Callable[[], int] | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return Path(self.config.training.output_dir)
-
 
 def train(
     config: Config,
@@ -116,7 +111,7 @@ def train(
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
         train_as(peers, config, inputs, clients, console)
-    return Path(config.training.output_dir)
+    return config.training.output_dir
 
 
 def train_as(
@@ -134,7 +129,7 @@ def train_as(
     if peers.count == 1:
         _require_one_gpu()
     assert not inputs.finished(config.training), "checked by the command"
-    folder = Path(config.training.output_dir)
+    folder = config.training.output_dir
     start = _agreed(inputs.start, peers)
     with ExitStack() as stack:
 
@@ -234,7 +229,8 @@ def _require_one_gpu() -> None:
 def build_runner(parts: RunParts) -> StepRunner:
     """Build the recipe of the config, and the source of its rollouts."""
     config, loaded, peers = parts.config, parts.loaded, parts.peers
-    log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
+    folder = config.training.output_dir
+    log = RolloutLog(folder, peers.rank).write if config.training.log_rollouts else None
     start = StartModel(config, loaded) if config.needs_start else None
     recipe = recipe_of(config, loaded, start)
     source = None
@@ -264,11 +260,11 @@ def build_trainer(
 ) -> StepTrainer:
     """Return the Trainer around the step. Process 0 gets the logs of the run folder."""
     config, inputs, loaded, peers = parts.config, parts.inputs, parts.loaded, parts.peers
-    shown: list[TrainerCallback] = []
+    folder, facts, shown = config.training.output_dir, None, list[TrainerCallback]()
     if peers.rank == 0:
         trackers = tracker_callbacks(config.training, inputs.start)
-        shown = [JsonlLog(parts.folder), *trackers, display]
-    facts = _facts_of(parts) if peers.rank == 0 else None
+        shown = [JsonlLog(folder), *trackers, display]
+        facts = _facts_of(parts)
     state = runner.source.state if runner.source is not None else dict
     trainer = StepTrainer(
         runner,
@@ -276,7 +272,7 @@ def build_trainer(
         BatchLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
         parts.optimizer,
         Checkpoints(
-            parts.folder,
+            folder,
             config.training.save_total_limit,
             facts,
             state,
@@ -284,7 +280,7 @@ def build_trainer(
             collective=config.training.data_parallel == "fsdp2",
         ),
         model=loaded.model,
-        args=training_arguments(config, parts.folder, peers.count),
+        args=training_arguments(config, folder, peers.count),
         train_dataset=inputs.train,
         eval_dataset=inputs.val or None,
         data_collator=list,
@@ -300,7 +296,8 @@ def build_trainer(
 def _facts_of(parts: RunParts) -> Callable[[], RunFacts]:
     """Return the facts of a checkpoint. The digest is of the data file at the start of the run."""
     policy, digest = parts.policy, data_digest(parts.config.data.train_jsonl)
-    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(parts.folder))
+    folder = parts.config.training.output_dir
+    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(folder))
 
 
 def order_of(config: Config, samples: int, processes: int) -> BatchOrder:
