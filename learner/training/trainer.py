@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -56,9 +55,7 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunA
     `learner.models.precision` sets the mixed precision, except for FSDP2.
     """
     training, sharding = config.training, dict[str, Any]()
-    if (
-        training.data_parallel == "fsdp2"
-    ):  # each process has a part of every layer; checkpoints are whole
+    if training.data_parallel == "fsdp2":  # each process has a part of every layer
         fsdp_config = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
         sharding = {"fsdp": True, "fsdp_config": fsdp_config}
     arguments = RunArguments(
@@ -247,7 +244,5 @@ class StepTrainer(Trainer):
 class StepsOfThisConfig(TrainerCallback):
     """Use the config's steps between saves and evaluations, also after resuming."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
