@@ -20,6 +20,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +90,7 @@ class Answered(NamedTuple):
     last: bool
 
 
+@dataclass
 class PackFeed:
     """The packs of one rank batch, made of its answers, part by part.
 
@@ -97,46 +99,40 @@ class PackFeed:
     oldest: of the newest and the oldest weights that answered.
     """
 
-    def __init__(
-        self,
-        channel_b: ChannelB,
-        packs: StepPacker[Segment, Pack],
-        seed_base: int,
-        clock: PhaseClock,
-    ) -> None:
-        self._channel_b = channel_b
-        self._packs = packs
-        self.seed_base = seed_base
-        self.clock = clock
-        self.chunks: Iterator[Chunk[Pack]] = iter(())
-        self.assessed: list[AssessedRollout] = []
-        self.version = self.oldest = 0
+    channel_b: ChannelB
+    packer: StepPacker[Segment, Pack]
+    seed_base: int
+    clock: PhaseClock
+    chunks: Iterator[Chunk[Pack]] = field(default_factory=lambda: iter(()))
+    assessed: list[AssessedRollout] = field(default_factory=list)
+    version: int = 0
+    oldest: int = 0
 
     def make(self, answered: Iterable[Answered]) -> Generator[Chunk[Pack], None, None]:
         """Yield the packs that can be made after each part; none mixes two versions."""
         for number, part in enumerate(answered):
             with self.clock.phase("target"):
-                segments, found = self._channel_b.segments(part.samples, part.rollouts)
+                segments, found = self.channel_b.segments(part.samples, part.rollouts)
                 self.assessed += [each._replace(chunk=number) for each in found]
             with self.clock.phase("pack"):
-                made = self._packs.chunk(segments, last=part.last, version=part.version)
+                made = self.packer.chunk(segments, last=part.last, version=part.version)
             self.version = part.version
             self.oldest = self.oldest or part.version
             yield Chunk(made, part.last)
 
     def finish(self) -> list[Pack]:
         """Return the packs of the segments that wait for more, if no part was the last."""
-        return self._packs.chunk([], last=True, version=self.version)
+        return self.packer.chunk([], last=True, version=self.version)
 
     @property
     def places(self) -> list[Place]:
         """The pack of each segment, after the last chunk."""
-        return self._packs.places
+        return self.packer.places
 
     def payload(self) -> Payload:
         """Return the metrics, after the last chunk."""
         payload = rollout_payload(self.assessed)
-        payload.merge(self._packs.payload())
+        payload.merge(self.packer.payload())
         seconds = self.clock.seconds("rollout")
         payload.rate({"rollout/per_second": (len(self.assessed), seconds)})
         payload.note({"sync/weights_version": self.version})
