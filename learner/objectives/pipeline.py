@@ -8,6 +8,7 @@ Only declared modules run (CFG-08), and only terms with a weight above 0 and an 
 """
 
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -47,8 +48,9 @@ class Pipeline:
     """Objective and diagnostics modules with their weights, per channel."""
 
     def __init__(self, config: PipelineConfig, coord_ids: list[int]) -> None:
-        self._modules = config.objective
-        self._diagnostics = config.diagnostics
+        channels: tuple[Channel, ...] = get_args(Channel)
+        self._modules = {c: [m for m in config.objective if m.counts_in(c)] for c in channels}
+        self._diagnostics = {c: [m for m in config.diagnostics if m.counts_in(c)] for c in channels}
         self._coord_ids = torch.tensor(coord_ids)
         enabled = [module for module in config.objective if module.enabled]
         self._text = next((m for m in enabled if m.reads("text")), None)
@@ -60,8 +62,8 @@ class Pipeline:
 
     def select(self, row: Supervision, channel: Channel) -> Selection:
         """Return what the declared modules supervise in a row; no text without `token_ce`."""
-        departures = row.departures
-        if not any(m.reads("departure") and m.counts_in(channel) for m in self._modules):
+        departures, modules = row.departures, self._modules[channel]
+        if not any(m.reads("departure") for m in modules):
             departures = departures[:0]
         elif self._radius is not None:
             coordinates = self._coord_ids.to(departures.device)
@@ -70,7 +72,7 @@ class Pipeline:
             weights = torch.zeros(row.roles.shape, device=row.roles.device)
         else:
             weights = self._text.text_weights(row, channel)
-        learns_kept = any(m.reads("answer") and m.counts_in(channel) for m in self._modules)
+        learns_kept = any(m.reads("answer") for m in modules)
         return replace(select(row, weights, departures), learns_kept=learns_kept)
 
     def reader(self, selection: Selection) -> Reader:
@@ -83,9 +85,7 @@ class Pipeline:
         # Every forward is part of every loss, because ranks synchronize in its backward.
         total = 0.0 * (stats.anchor.slot_lse.sum() + stats.final.slot_lse.sum())
         atoms: dict[str, Tensor] = {}
-        for module in self._modules:
-            if not module.counts_in(channel):
-                continue
+        for module in self._modules[channel]:
             for term in module.terms(stats, selection):
                 weighted = module.weight * term.value
                 total = total + weighted
@@ -96,16 +96,15 @@ class Pipeline:
             forwards["A2"] = stats.final
         diagnostics = {
             f"{module.name}/{provenance}/{name}": value
-            for module in self._diagnostics
-            if module.counts_in(channel)
+            for module in self._diagnostics[channel]
             for provenance, forward in forwards.items()
             for name, value in module.sums(forward, selection, self._temperature).items()
         }
         kept = len(selection.kept_rows)
         tokens = {
             f"{module.name}/{name}": (value, float(kept))
-            for module in self._modules
-            if kept and module.counts_in(channel)
+            for module in self._modules[channel]
+            if kept
             for name, value in module.token_sums(stats, selection).items()
         }
         slots = len(selection.slot_rows)
