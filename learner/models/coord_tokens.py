@@ -16,7 +16,6 @@ from torch import nn
 from transformers import (
     AddedToken,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedConfig,
@@ -24,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from learner.models.loading import loading
 from learner.models.published import PROCESSOR_FILES, write_published_form
@@ -106,8 +104,6 @@ def vocab_modules(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 # Standard deviation of the noise over that of the old rows.
 NOISE = 0.1
 
-Processor = ProcessorMixin | PreTrainedTokenizerBase
-
 
 def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     """Write model and processor of `source`, with coordinate tokens, to `out`.
@@ -115,8 +111,8 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     tie: false unties the head, which becomes a copy of the embedding; true requires a tied
         checkpoint; None keeps it as it is.
 
-    Raises ContractError if `source` is no checkpoint, has coordinate tokens, lacks `<|im_end|>`,
-    or is untied and `tie` is true; and if `out` is not empty.
+    Raises ContractError if `source` is no checkpoint, is of text alone, has coordinate tokens,
+    lacks `<|im_end|>`, or is untied and `tie` is true; and if `out` is not empty.
     """
     require_free(out)
     config, processor = _read_expandable(source)
@@ -126,11 +122,11 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
             "its output head has weights of its own, which tying would lose",
             "Leave --tie out.",
         )
-    is_vlm = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     with _loading(source, "weights"):  # in their own dtype
-        model: PreTrainedModel = auto.from_pretrained(source, dtype="auto", trust_remote_code=False)
-    tokenizer, (embedding, head) = _tokenizer(processor), vocab_modules(model)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+            source, dtype="auto", trust_remote_code=False
+        )
+    tokenizer, (embedding, head) = processor.tokenizer, vocab_modules(model)
     old_tokens, is_tied = len(tokenizer), head.weight is embedding.weight
     first = add_coord_tokens(tokenizer)
     rows = _rows(embedding.num_embeddings, old_tokens, len(tokenizer))
@@ -155,7 +151,7 @@ def describe_expanded(source: Path, out: Path) -> None:
     Raises ContractError as `expand_vocab` does.
     """
     config, processor = _read_expandable(source)
-    text, tokenizer = config.get_text_config(), _tokenizer(processor)
+    text, tokenizer = config.get_text_config(), processor.tokenizer
     old_tokens = len(tokenizer)
     add_coord_tokens(tokenizer)
     text.vocab_size = _rows(text.vocab_size, old_tokens, len(tokenizer))
@@ -165,7 +161,7 @@ def describe_expanded(source: Path, out: Path) -> None:
         write_published_form(part)
 
 
-def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
+def _read_expandable(source: Path) -> tuple[PreTrainedConfig, ProcessorMixin]:
     """Return config and processor of a checkpoint; raises ContractError as `expand_vocab`."""
     if not (source / "config.json").is_file():
         raise ContractError(
@@ -176,8 +172,12 @@ def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
     with _loading(source, "config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with _loading(source, "tokenizer"):
-        processor: Processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    vocab = _tokenizer(processor).get_vocab()
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    if not isinstance(processor, ProcessorMixin):
+        raise ContractError(
+            str(source), "it is a model of text alone", "Use a model of the Qwen-VL family."
+        )
+    vocab = processor.tokenizer.get_vocab()
     present = sum(coord_token(k) in vocab for k in range(COORD_BINS))
     if present:
         raise ContractError(
@@ -190,10 +190,6 @@ def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
             f"Use a model with Qwen's chat tokens: answers end with {IM_END}.",
         )
     return config, processor
-
-
-def _tokenizer(processor: Processor) -> PreTrainedTokenizerBase:
-    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
 def _rows(old_rows: int, old_tokens: int, tokens: int) -> int:

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
-    AutoTokenizer,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from learner.models.coord_tokens import NOISE, describe_expanded, expand_vocab, vocab_modules
@@ -128,30 +125,16 @@ def test_rows_are_padded_as_before_and_described_alike(tmp_path: Path, rows: int
         ).read_bytes()
 
 
-def test_a_text_model_is_expanded_too(tmp_path: Path) -> None:
-    text_tokenizer = make_text_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(text_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "text")
-    text_tokenizer.save_pretrained(tmp_path / "text")
-    expand_vocab(tmp_path / "text", tmp_path / "out", seed=0, tie=None)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
-    vocab = CoordVocab.from_tokenizer(tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.vocab_size == vocab.ids[-1] + 1
-
-
 def without_im_end(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = folder / name
         path.write_text(path.read_text().replace("<|im_end|>", "<|stop|>"))
+
+
+def without_images(folder: Path) -> None:
+    shutil.rmtree(folder)
+    make_text_tokenizer().save_pretrained(folder)
+    Qwen3Config().save_pretrained(folder)
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -167,6 +150,7 @@ def cut(name: str) -> Callable[[Path], None]:
         (cut("tokenizer.json"), "its tokenizer"),
         (cut("model.safetensors"), "its weights"),
         (without_im_end, "has no <|im_end|>"),
+        (without_images, "a model of text alone"),
     ],
 )
 def test_a_damaged_source_is_refused(
