@@ -17,7 +17,7 @@ vision tower, those of text from the positions. The host would wait for the devi
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,28 +109,22 @@ def image_attention(
     scaling: float | None = None,
     patch_bounds: Tensor | None = None,
     longest_image: int | None = None,
-    windowed: "Windowed | None" = None,
+    windows: Runs | None = None,
+    windowed: Collection[nn.Module] = (),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend among the patches of each image; (1, heads, N, width) -> (1, N, heads, width).
 
-    patch_bounds, longest_image, windowed: of `image_bounds`.
+    patch_bounds, longest_image, windows, windowed: of `image_bounds`.
     """
     if patch_bounds is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     assert longest_image is not None
-    if windowed is not None and module in windowed.layers:
-        patch_bounds, longest_image = windowed.windows.bounds, windowed.windows.longest
+    if windows is not None and module in windowed:
+        patch_bounds, longest_image = windows.bounds, windows.longest
     return _within(patch_bounds, longest_image, False, query, key, value, scaling), None
-
-
-class Windowed(NamedTuple):
-    """layers: attention modules that attend within `windows`, those of a pack."""
-
-    layers: Collection[nn.Module]
-    windows: Runs
 
 
 def _within(
@@ -219,7 +213,7 @@ def image_bounds(
             "longest_image": frames.longest,
         }
         if windows is not None:
-            arguments |= {"cu_window_seqlens": whole, "windowed": Windowed(windowed, windows)}
+            arguments |= {"cu_window_seqlens": whole, "windows": windows, "windowed": windowed}
     elif "flash" in chosen:
         arguments = {"cu_seqlens": frames.bounds, "max_seqlen": frames.longest}
         if windows is not None:

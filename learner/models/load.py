@@ -295,9 +295,9 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
 
 def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
     """Raise ContractError unless each target ends a module's name; peft checks only one of them."""
-    names = [name for name, _ in model.named_modules()]
+    suffixes = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not any(suffix.endswith(f".{target}") for suffix in suffixes):
             raise ContractError(
                 "tuner.target_modules",
                 f"the model has no module {target}",

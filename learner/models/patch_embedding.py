@@ -37,14 +37,14 @@ def patch_embeddings(model: nn.Module, ending: str) -> list[nn.Conv3d]:
     named = [each for each in model.named_modules() if each[0].endswith(ending)]
     if not named:
         raise refused(f"its vision tower has no {ending}")
-    return [_checked(name, module) for name, module in named]
-
-
-def _checked(name: str, module: nn.Module) -> nn.Conv3d:
-    if not isinstance(module, nn.Conv3d):
-        raise refused(f"its patch embedding {name} is {module}, and no Conv3d")
-    plain = module.stride == module.kernel_size and module.groups == 1
-    if not plain or any(module.padding) or any(size != 1 for size in module.dilation):
-        found = f"its patch embedding {name} is {module}, whose patches overlap or are padded"
-        raise refused(found)
-    return module
+    found = []
+    for name, module in named:
+        if not isinstance(module, nn.Conv3d):
+            raise refused(f"its patch embedding {name} is {module}, and no Conv3d")
+        plain = module.stride == module.kernel_size and module.groups == 1
+        if not plain or any(module.padding) or any(size != 1 for size in module.dilation):
+            raise refused(
+                f"its patch embedding {name} is {module}, whose patches overlap or are padded"
+            )
+        found.append(module)
+    return found

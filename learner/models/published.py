@@ -13,7 +13,7 @@ Files of a published checkpoint that did not change are copied instead, byte for
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,11 @@ def write_published_form(
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         nested.unlink(missing_ok=True)
-    _rewrite(folder / "tokenizer_config.json", _tokenizer)
-    _rewrite(folder / "config.json", _config)
+    for name, change in (("tokenizer_config.json", _tokenizer), ("config.json", _config)):
+        settings = read_json(folder / name)
+        change(settings)
+        if settings != read_json(folder / name):
+            _write(folder / name, settings)
     if nested.is_file():
         settings = read_json(nested)
         for part, name in _PROCESSORS.items():
@@ -55,13 +58,6 @@ def write_published_form(
                 own = settings[part] | {"processor_class": settings["processor_class"]}
                 _write(folder / name, own)
         nested.unlink()
-
-
-def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    settings = read_json(file)
-    change(settings)
-    if settings != read_json(file):
-        _write(file, settings)
 
 
 def _write(file: Path, settings: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -97,19 +96,6 @@ def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> Non
     theirs = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-
-
-def test_on_cuda_one_kernel_takes_all_segments() -> None:
-    """On fake tensors; its sums of squares are those of the segments."""
-    shapes = Shapes()
-    with FakeTensorMode(), as_on_cuda(), shapes:
-        q, k, v = (torch.empty(1, heads, 4096, 8) for heads in (4, 2, 2))
-        starts = torch.empty(9, dtype=torch.int32)
-        found, _ = packed_attention(
-            torch.nn.Module(), q, k, v, None, 0.5, **packed_bounds(starts, 512)
-        )
-    assert found.shape == (1, 4096, 4, 8)
-    assert not shapes.with_sides(4096, 4096)
 
 
 @pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])

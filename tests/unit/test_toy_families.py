@@ -106,9 +106,8 @@ def test_windows_that_are_wrong_are_noticed(
     tower: Any = loaded.inner.visual
 
     def lose(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        windows = kwargs["windowed"].windows
-        whole = type(windows).of(windows.on_host[[0, -1]])
-        return args, {**kwargs, "windowed": kwargs["windowed"]._replace(windows=whole)}
+        windows = kwargs["windows"]
+        return args, {**kwargs, "windows": type(windows).of(windows.on_host[[0, -1]])}
 
     check_packing(loaded.model)
     for block in tower.blocks:
