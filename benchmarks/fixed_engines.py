@@ -63,8 +63,8 @@ def fixed_servers(
 ) -> Iterator[ServerPool]:
     """A backend over `count` servers that decode `sequences` at once, each in `answer_s`."""
     args = list(map(str, [count, seconds, sigma, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
-    peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
-    with peer:
+    log = folder / "servers.log"
+    with Peer("benchmarks.peers.fixed_servers", args, log, {}, piped=True) as peer:
         clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.read_line())]
         backend = ServerPool(clients, [FixedPushes(c) for c in clients], sequences)
         backend.connect()
@@ -135,17 +135,13 @@ class FixedPipeline(Pipeline):
         return PackLoss(cast(Tensor, stats), {}, {}, 0)
 
 
-# The only use of a model of a segment is its family.
-MODEL: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"))
-
-
 def tiny_segment(sample_id: str) -> Segment:
     """One token of prompt and one of an answer, of which nothing is supervised."""
-    one = torch.zeros(1, dtype=torch.long)
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"))
+    one, both = (torch.zeros(count, dtype=torch.long) for count in (1, 2))
     prompt = EncodedPrompt(one, one, None, None)
     target = Target([0], 0, [], np.zeros(1, dtype=np.int8), [])
-    both = torch.zeros(2, dtype=torch.long)
-    return Segment(MODEL, sample_id, prompt, target, both, both.expand(4, 2), has_dropped=False)
+    return Segment(model, sample_id, prompt, target, both, both.expand(4, 2), has_dropped=False)
 
 
 def samples(count: int) -> list[Sample]:

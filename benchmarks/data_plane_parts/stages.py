@@ -59,15 +59,8 @@ def _seconds(
 
 def _run(answers: Sequence[Answer], tokenizer: PreTrainedTokenizerFast) -> list[AssessedRollout]:
     match = partial(match_objects, config=CONFIG)
-    return [
-        with_target(
-            assess(sample, rollout, tokenizer, match, allow_poly=True),
-            tokenizer,
-            "desc_first",
-            CONFIG,
-        )
-        for sample, rollout in answers
-    ]
+    assessed = (assess(*each, tokenizer, match, allow_poly=True) for each in answers)
+    return [with_target(each, tokenizer, "desc_first", CONFIG) for each in assessed]
 
 
 def _answers(
