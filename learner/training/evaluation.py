@@ -5,12 +5,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from learner.analysis.evaluation.folder import EvaluationLog
 from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.distributed.waiting import waiting_for
-from learner.models.load import LoadedModel, load_model
+from learner.models.load import LoadedModel, load_model, prepared, read_model
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement
 from learner.rollout.policy import Policy, request_settings
@@ -20,6 +22,7 @@ from learner.training.backends import open_backend
 from learner.training.run_log import software
 from learner.training.synchronous_rollouts import RolloutSource
 from learner.types import Sample
+from shared_contracts.adapters import ADAPTER
 
 
 def build_scorer(
@@ -81,7 +84,7 @@ def score_checkpoint(
     folder, placement: of a colocated server, if there is one.
     """
     with waiting_for("the model to be loaded"):
-        loaded = load_model(config)
+        loaded = _load_scored(config)
     folder = folder or config.training.output_dir
     with waiting_for("rollouts to be set up"):
         backend = open_backend(config, loaded, clients, folder, samples, placement)
@@ -92,6 +95,15 @@ def score_checkpoint(
             return evaluate(config, policy, samples, evaluation_seed(config), loaded.tokenizer)
     finally:
         policy.close()
+
+
+def _load_scored(config: Config) -> LoadedModel:
+    """Load `model.model`. An adapter is merged in `torch_dtype`, as in the pushes of its run."""
+    checkpoint = config.model.model
+    if not (checkpoint / ADAPTER).is_file():
+        return load_model(config)
+    dtype = getattr(torch, config.model.torch_dtype)
+    return prepared(config, read_model(checkpoint, dtype, config.model.attn_implementation))
 
 
 def evaluation_seed(config: Config, rank: int = 0) -> int:
