@@ -92,13 +92,16 @@ def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
 
 def _sizes(areas: FloatArray) -> Table:
     small, large = 32, 96
-    masks = {
-        ("small", f"area < {small}^2 pixels"): areas < small**2,
-        ("medium", ""): (areas >= small**2) & (areas < large**2),
-        ("large", f"area >= {large}^2 pixels"): areas >= large**2,
+    names = {
+        "small": f"area < {small}^2 pixels",
+        "medium": "",
+        "large": f"area >= {large}^2 pixels",
     }
-    counts = {names: int(mask.sum()) for names, mask in masks.items()}
-    rows = [[str(count), fraction(count, len(areas)), *names] for names, count in counts.items()]
+    counts = np.bincount(np.digitize(areas, (small**2, large**2)), minlength=3).tolist()
+    rows = [
+        [str(count), fraction(count, len(areas)), *name]
+        for count, name in zip(counts, names.items(), strict=True)
+    ]
     title = "Sizes as COCO parts them, of boxes"
     return Table(title, ("#objects", "#share", "size", ""), rows)
 

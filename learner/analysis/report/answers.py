@@ -5,9 +5,9 @@ rank. Each third of a run's logged steps has the same number of shown answers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from learner.runs.console import fraction
 from learner.runs.declared import ANSWER_FAULTS
@@ -34,14 +34,29 @@ def faults_of(answer: LoggedAnswer) -> list[str]:
     return [label for label, has in FAULTS.items() if has(answer)]
 
 
-def unread_answers(answers: Sequence[LoggedAnswer]) -> list["Counted"]:
-    """Count the answers that could not be read, or only in part, by their reasons."""
-    counts = Counter(answer.parse.fault for answer in answers)
+@dataclass(frozen=True)
+class Counted:
+    """A row of a table of counts. share: in percent; `-` for a share of 0."""
+
+    name: str
+    meaning: str
+    count: int
+    share: str
+
+
+def count_rows(counts: Mapping[Any, int], meanings: Mapping[Any, str], whole: int) -> list[Counted]:
+    """Return a row for each name of `meanings` that was counted. whole: of the shares."""
     return [
-        Counted.of(str(fault), meaning, counts[fault], len(answers))
-        for fault, meaning in ANSWER_FAULTS.items()
-        if counts[fault]
+        Counted(name, meaning, counts[name], fraction(counts[name], whole, places=2))
+        for name, meaning in meanings.items()
+        if counts[name]
     ]
+
+
+def unread_answers(answers: Sequence[LoggedAnswer]) -> list[Counted]:
+    """Count the answers that could not be read, or only in part, by their reasons."""
+    faults = Counter(answer.parse.fault for answer in answers)
+    return count_rows(faults, ANSWER_FAULTS, len(answers))
 
 
 def badness(answer: LoggedAnswer) -> tuple[float, int, str]:
@@ -68,20 +83,6 @@ def sample_answers(answers: Sequence[A], most: int = MOST) -> list[A]:
     return ordered[:worst] + [others[place * len(others) // count] for place in range(count)]
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A row of a table of counts. share: in percent; `-` for a share of 0."""
-
-    name: str
-    meaning: str
-    count: int
-    share: str
-
-    @classmethod
-    def of(cls, name: str, meaning: str, count: int, whole: int) -> "Counted":
-        return cls(name, meaning, count, fraction(count, whole, places=2))
-
-
 @dataclass
 class Tally:
     """cut_short: answers that `max_new_tokens` truncated. faults: number of answers by fault."""
@@ -97,7 +98,7 @@ class Tally:
             self.faults.update(faults_of(answer))
 
     def fault_counts(self) -> list[Counted]:
-        return [Counted.of(label, "", self.faults[label], self.answers) for label in FAULTS]
+        return count_rows(self.faults, dict.fromkeys(FAULTS, ""), self.answers)
 
 
 @dataclass(frozen=True)

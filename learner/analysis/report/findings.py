@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally
+from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally, count_rows
 from learner.analysis.report.run_view import Line, Point, RunView, mean, points_of
 from learner.runs.console import counted, fraction, number, score
 from learner.runs.declared import ANSWER_FAULTS, DROPS
@@ -55,21 +55,18 @@ def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
 
 
 def dropped_objects(run: RunView) -> list[Counted]:
-    """Return the counts of all reasons, the largest first, with shares of predicted objects."""
+    """Return the counts by reason, the largest first, with shares of predicted objects."""
     totals = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
     predicted = run.total(f"{B}N_valid_pred") + sum(totals.values())
-    ordered = sorted(totals.items(), key=lambda item: -item[1])
-    return [Counted.of(reason, DROPS[reason], count, predicted) for reason, count in ordered]
+    return sorted(count_rows(totals, DROPS, predicted), key=lambda row: -row.count)
 
 
 def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:
     """Return counts of incompletely parsed answers by reason, with shares of the read answers."""
     meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
     meanings["invalid_rollout"] = "no start of the answer format"
-    return [
-        Counted.of(name, meaning, run.total(f"{B}{name}"), tally.answers)
-        for name, meaning in meanings.items()
-    ]
+    totals = {name: run.total(f"{B}{name}") for name in meanings}
+    return count_rows(totals, meanings, tally.answers)
 
 
 def _failures(run: RunView) -> Iterator[Finding]:
@@ -99,10 +96,9 @@ def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
     counts = [("answer", "with", each) for each in dropped_answers(run, tally)]
     counts += [("object", "dropped as", each) for each in dropped_objects(run)]
     for unit, verb, each in counts:
-        if each.count:
-            share = "" if each.share == "-" else f" ({each.share})"
-            text = f"{counted(each.count, unit)} {verb} {each.name}{share}: {each.meaning}"
-            yield Finding("look", text, "dropped")
+        share = "" if each.share == "-" else f" ({each.share})"
+        text = f"{counted(each.count, unit)} {verb} {each.name}{share}: {each.meaning}"
+        yield Finding("look", text, "dropped")
 
 
 def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:

@@ -171,9 +171,7 @@ def _dropped(run: RunView, answers: ReadAnswers) -> Section:
 
 
 def _count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
-    rows = [
-        [each.name, f"{each.count:,}", each.share, each.meaning] for each in counts if each.count
-    ]
+    rows = [[each.name, f"{each.count:,}", each.share, each.meaning] for each in counts]
     return Table(title, ["", unit, "#share", "meaning"], rows)
 
 
