@@ -5,7 +5,7 @@ Answers are scripted, and nothing is forwarded: packs, log and counts are those 
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -91,79 +91,66 @@ class Pushing(Policy):
         return answered
 
 
+@dataclass
 class RunMaker:
     """Makes run folders with one loaded model. samples: of all steps, which take turns."""
 
-    def __init__(self, loaded: LoadedModel, samples: Sequence[Sample]) -> None:
-        self._loaded = loaded
-        self._samples = samples
+    loaded: LoadedModel
+    samples: Sequence[Sample]
 
-    def make(
-        self,
-        config: Config,
-        *,
-        chunk: int | None = None,
-        ranks: int = 1,
-        steps: Sequence[int] = (2, 4),
-    ) -> Path:
+    def make(self, config: Config, *, chunk: int | None, ranks: int, steps: Sequence[int]) -> Path:
         """A folder as a run of `config` leaves it, whose other steps were of channel A.
 
         chunk: requests of one call; None for all of a step.
         """
-        folder = open_run_folder(config, None)
-        prompt = PromptEncoder(self._loaded.processor, config.template.prompt, None)
-        policies = [self._policy(config, prompt, chunk) for _ in range(ranks)]
+        folder, loaded = open_run_folder(config, None), self.loaded
+        prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
+        order = config.custom.object_field_order
+        channel = ChannelB(Encoding(loaded.inner, prompt, loaded.tokenizer, order), config)
+        backends = [Answers(self.samples, loaded, prompt) for _ in range(ranks)]
+        policies = [
+            Policy(each if chunk is None else InChunks(each, chunk), request_settings(config))
+            for each in backends
+        ]
         for step in range(1, max(steps) + 1):
-            if step not in steps:
-                self._line(folder, step, {"step/channel_b": 0.0})
-                continue
-            payload = Payload()
-            for rank, policy in enumerate(policies):
-                first = step + rank * SHARE
-                own = [self._samples[(first + i) % len(self._samples)] for i in range(SHARE)]
-                payload.merge(self._step(folder, config, policy, prompt, step, rank, own))
-            self._line(folder, step, {"step/channel_b": 1.0, **payload.metrics()})
+            metrics = {"step/channel_b": 0.0}
+            if step in steps:
+                payload = Payload()
+                for rank, policy in enumerate(policies):
+                    first = step + rank * SHARE
+                    own = [self.samples[(first + i) % len(self.samples)] for i in range(SHARE)]
+                    payload.merge(_run_step(folder, config, policy, channel, step, rank, own))
+                metrics = {"step/channel_b": 1.0, **payload.metrics()}
+            state, control = TrainerState(global_step=step), TrainerControl()
+            JsonlLog(folder).on_log(None, state, control, logs=metrics)
         return folder
 
-    def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
-        answers = Answers(self._samples, self._loaded, prompt)
-        backend = answers if chunk is None else InChunks(answers, chunk)
-        return Policy(backend, request_settings(config))
 
-    def _step(
-        self,
-        folder: Path,
-        config: Config,
-        policy: Policy,
-        prompt: PromptEncoder,
-        step: int,
-        rank: int,
-        own: Sequence[Sample],
-    ) -> Payload:
-        loaded = self._loaded
-        order = config.custom.object_field_order
-        encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, order)
-        channel = ChannelB(encoding, config)
-        packer = Packer(config.training, config.global_max_length)
-        log = RolloutLog(folder, rank)
-        CallLog(folder, rank).write({"step": step})
-        if not config.rollout_matching.async_rollout.enabled:
-            source = SynchronousRollouts(policy, channel, packer, 0, rank, log.write)
-            with source.feed(step - 1, own, PhaseClock()) as feed:
-                assert list(feed.chunks)[-1].last
-            policy.mark_updated()
-            return feed.payload()
-        process = Peers()
-        process.rank = rank
-        prefetching = AsyncSource(
-            config, Pushing(policy), channel, lambda _: own, step, process, log.write
-        )
-        with prefetching.exclusive_access():
-            policy.push()
-        feed = prefetching.make(step - 1).feed
-        log.write(step, feed.assessed, feed.places)
+def _run_step(
+    folder: Path,
+    config: Config,
+    policy: Policy,
+    channel: ChannelB,
+    step: int,
+    rank: int,
+    own: list[Sample],
+) -> Payload:
+    packer = Packer(config.training, config.global_max_length)
+    log = RolloutLog(folder, rank)
+    CallLog(folder, rank).write({"step": step})
+    if not config.rollout_matching.async_rollout.enabled:
+        source = SynchronousRollouts(policy, channel, packer, 0, rank, log.write)
+        with source.feed(step - 1, own, PhaseClock()) as feed:
+            assert list(feed.chunks)[-1].last
+        policy.mark_updated()
         return feed.payload()
-
-    def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:
-        state, control = TrainerState(global_step=step), TrainerControl()
-        JsonlLog(folder).on_log(None, state, control, logs=metrics)
+    process = Peers()
+    process.rank = rank
+    prefetching = AsyncSource(
+        config, Pushing(policy), channel, lambda _: own, step, process, log.write
+    )
+    with prefetching.exclusive_access():
+        policy.push()
+    feed = prefetching.make(step - 1).feed
+    log.write(step, feed.assessed, feed.places)
+    return feed.payload()

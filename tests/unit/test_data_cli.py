@@ -1,16 +1,13 @@
 """The commands of `learner data`: exit codes, three-part errors, nothing heavy or half done."""
 
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import typer
+from typer.testing import CliRunner, Result
 
-import learner.cli
+from learner.cli import app
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
-from shared_contracts.cli import run_cli
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, line, paint_all, write_lines
 from tests.unit.small_run import small_mapping
@@ -21,39 +18,16 @@ pytestmark = pytest.mark.req("DATA-01")
 CAT = box("cat", 10, 20, 300, 400)
 
 
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
+def data(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 
-class Terminal:
-    """Runs `learner data` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def data(self, *arguments: object) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["learner", "data", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_cli(typer.main.get_command(learner.cli.app))
-        out, err = self._capsys.readouterr()
-        return Ended(int(ended.value.code or 0), out, err)
-
-    def refused(self, *arguments: object) -> tuple[str, str]:
-        """Where and what was found, of a command that ends with one error in three parts."""
-        ended = self.data(*arguments)
-        where, found, do = ended.err.splitlines()
-        assert ended.code == 2
-        assert do.startswith("  do: ")
-        return where.removeprefix("error: "), found.removeprefix("  found: ")
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(monkeypatch, capsys)
+def refused(*arguments: object) -> tuple[str, str]:
+    """Where and what was found, of a command that ends with one error."""
+    error = data(*arguments).exception
+    assert isinstance(error, ContractError)
+    assert error.do
+    return error.where, error.found
 
 
 def words(text: str) -> list[list[str]]:
@@ -79,72 +53,70 @@ def test_reading_data_loads_no_torch(run_yaml: Path, toy_data: ToyData) -> None:
 
 
 def test_problems_end_with_2_and_a_limit_cuts_what_is_told_not_what_is_counted(
-    terminal: Terminal, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     paint_all(tmp_path, ["a.png"])
     path = write_lines(tmp_path / "d.jsonl", line("a.png"), "{", line("a.png"), "")
-    ended = terminal.data("check", path, "--limit", 1)
-    assert ended.code == 2
-    told = ended.err.splitlines()
+    ended = data("check", path, "--limit", 1)
+    assert ended.exit_code == 2
+    told = ended.stderr.splitlines()
     assert (told[0], told[-1]) == (f"error: {path}:2", "... and 2 more")
     assert len(told) == 4
-    assert words(ended.out)[1][1:] == ["2", "0", "2", "1"]
-    assert len(words(ended.out)) == 7
+    assert words(ended.stdout)[1][1:] == ["2", "0", "2", "1"]
+    assert len(words(ended.stdout)) == 7
 
 
 def test_the_files_of_a_run_are_checked_against_its_limits(
-    terminal: Terminal, run_yaml: Path, toy_data: ToyData
+    run_yaml: Path, toy_data: ToyData
 ) -> None:
     """The small run generates at most 16 tokens, fewer than any answer has."""
-    ended = terminal.data("check", "--config", run_yaml)
-    assert ended.code == 0
-    assert [row[0] for row in words(ended.out)[1:3]] == [
+    ended = data("check", "--config", run_yaml)
+    assert ended.exit_code == 0
+    assert [row[0] for row in words(ended.stdout)[1:3]] == [
         str(toy_data.train_jsonl),
         str(toy_data.val_jsonl),
     ]
-    assert words(ended.out)[-1] == ["28", "warning", "target", "too", "long"]
+    assert words(ended.stdout)[-1] == ["28", "warning", "target", "too", "long"]
 
 
-def test_data_is_checked_before_there_is_a_checkpoint(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_data_is_checked_before_there_is_a_checkpoint(toy_data: ToyData, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(dump_mapping(small_mapping(tmp_path / "none", toy_data, tmp_path / "run")))
-    ended = terminal.data("check", "--config", path)
-    assert ended.code == 0
-    assert ended.err.startswith("note: tokens are not counted: ")
-    assert [row[1] for row in words(ended.out)] == ["samples", "24", "4"]
+    ended = data("check", "--config", path)
+    assert ended.exit_code == 0
+    assert ended.stderr.startswith("note: tokens are not counted: ")
+    assert [row[1] for row in words(ended.stdout)] == ["samples", "24", "4"]
 
 
 @pytest.mark.parametrize("name", ["check", "look"])
-def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_yaml: Path) -> None:
-    assert terminal.refused(name) == ("--config", "no data file")
-    both = terminal.refused(name, "d.jsonl", "--config", run_yaml)
+def test_data_files_or_a_config_are_needed(name: str, run_yaml: Path) -> None:
+    assert refused(name) == ("--config", "no data file")
+    both = refused(name, "d.jsonl", "--config", run_yaml)
     assert both == ("--config", "data files beside it")
 
 
 def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path
+    toy_data: ToyData, tmp_path: Path
 ) -> None:
     out = tmp_path / "d.jsonl"
     images = toy_data.train_jsonl.parent
     command = ("convert", "--from", "coco", toy_data.coco_val, out, "--images")
-    assert terminal.refused(*command, out) == ("--images", f"{out} is no folder")
+    assert refused(*command, out) == ("--images", f"{out} is no folder")
     out.write_text("kept")
-    assert terminal.refused(*command, images) == ("OUT", f"{out} exists already")
+    assert refused(*command, images) == ("OUT", f"{out} exists already")
     assert out.read_text() == "kept"
-    left_out = ("convert", toy_data.coco_val, tmp_path / "new.jsonl", "--left-out", out)
-    assert terminal.refused(*left_out) == ("--left-out", f"{out} exists already")
+    left_out = refused("convert", toy_data.coco_val, tmp_path / "new.jsonl", "--left-out", out)
+    assert left_out == ("--left-out", f"{out} exists already")
 
 
-def test_a_command_of_an_earlier_version_names_its_successor(terminal: Terminal) -> None:
-    found = terminal.refused("from-coco", "a.json", "b.jsonl")
+def test_a_command_of_an_earlier_version_names_its_successor() -> None:
+    found = refused("from-coco", "a.json", "b.jsonl")
     assert found == ("learner data from-coco", "the command was removed")
 
 
 @pytest.mark.parametrize("path", ["d.jsonl/x/y", "/proc/x/y", "n" * 300])
 def test_an_output_that_cannot_be_made_is_refused_before_any_work(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path, path: str
+    toy_data: ToyData, tmp_path: Path, path: str
 ) -> None:
     broken = write_lines(tmp_path / "d.jsonl", "{")
     out = tmp_path / path
@@ -152,41 +124,39 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
         ("OUT", ("convert", "--from", "coco", broken, out)),
         (str(out), ("look", broken, "--out", out)),
     ):
-        where, found = terminal.refused(*arguments)
+        where, found = refused(*arguments)
         assert where == option
         assert found.startswith(f"{out} cannot be made (")
     with pytest.raises(ContractError, match="cannot be made"):
         make_data(out, 1, 1, 0)
 
 
-def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:
+def test_what_is_piped_is_plain_and_whole(tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     long = box("[bold]" + "very " * 20 + "long", 0, 0, 99, 99)
-    ended = terminal.data("look", write_lines(tmp_path / "d.jsonl", line("a.png", long)))
-    assert "\x1b" not in ended.out
-    assert "1  100.0%  [bold]" + "very " * 20 + "long" in ended.out
+    ended = data("look", write_lines(tmp_path / "d.jsonl", line("a.png", long)))
+    assert "\x1b" not in ended.stdout
+    assert "1  100.0%  [bold]" + "very " * 20 + "long" in ended.stdout
 
 
-def test_samples_are_shown(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
+def test_samples_are_shown(toy_data: ToyData, tmp_path: Path) -> None:
     for arguments, count in (([], 16), (["--samples", 3], 3), (["--lines", "24, 3,3"], 2)):
         out = tmp_path / str(count)
-        ended = terminal.data("look", toy_data.train_jsonl, "--out", out, *arguments)
-        assert (ended.code, ended.err) == (0, "")
-        assert ended.out.endswith(f"\nPage of {count} samples: {out / 'index.html'}\n")
+        ended = data("look", toy_data.train_jsonl, "--out", out, *arguments)
+        assert (ended.exit_code, ended.stderr) == (0, "")
+        assert ended.stdout.endswith(f"\nPage of {count} samples: {out / 'index.html'}\n")
         assert len(list(out.glob("*.png"))) == count
     assert sorted(path.name for path in out.glob("*.png")) == ["train-00003.png", "train-00024.png"]
 
 
-def test_lines_that_are_none_are_refused(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_lines_that_are_none_are_refused(toy_data: ToyData, tmp_path: Path) -> None:
     out = tmp_path / "out"
     start = ("look", toy_data.val_jsonl, "--out", out)
-    assert terminal.refused(*start, "--lines", "5") == ("--lines", "there is no line '5'")
-    both = terminal.refused(*start, "--lines", "1", "--samples", 2)
+    assert refused(*start, "--lines", "5") == ("--lines", "there is no line '5'")
+    both = refused(*start, "--lines", "1", "--samples", 2)
     assert both == ("--lines", "given beside --samples")
-    assert terminal.refused(*start, toy_data.train_jsonl)[0] == "--out"
+    assert refused(*start, toy_data.train_jsonl)[0] == "--out"
     assert not out.exists()
     (tmp_path / "kept").touch()
-    where, _ = terminal.refused("look", toy_data.val_jsonl, "--out", tmp_path)
+    where, _ = refused("look", toy_data.val_jsonl, "--out", tmp_path)
     assert where == str(tmp_path)
