@@ -5,7 +5,7 @@ corner with width and height. A file has one scale and one order.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from learner.data.records import Corners, Scale, Size
 
@@ -46,25 +46,20 @@ class Reading(NamedTuple):
 
 
 def find_reading(
-    boxes: Sequence[Numbers],
-    sizes: Sequence[Size | None],
+    boxes: Sequence[tuple[Numbers, Size | None]],
     scale: Scale | None,
     corners: Corners | None,
 ) -> Reading | str:
     """Return the reading, or the reason why the scale is ambiguous.
 
-    sizes: image size of each box; boxes without one are not used as evidence.
+    boxes: each with the size of its image; without one it is no evidence of the scale.
     scale, corners: as stated; None: inferred from all boxes.
     """
-    order, ordered = find_corners(boxes) if corners is None else (corners, "as stated")
+    order, ordered = (corners, "as stated") if corners else _find_corners(boxes)
     if scale is not None:
         return Reading(scale, order, f"{order} ({ordered}), {scale} (as stated)")
-    known = [
-        (_two_corners(box, order), size)
-        for box, size in zip(boxes, sizes, strict=True)
-        if size is not None
-    ]
-    found, why = find_scale([box for box, _ in known], [size for _, size in known])
+    known = [(_two_corners(box, order), size) for box, size in boxes if size is not None]
+    found, why = _find_scale(known)
     return Reading(found, order, f"{order} ({ordered}), {found} ({why})") if found else why
 
 
@@ -73,31 +68,31 @@ def _two_corners(box: Numbers, corners: Corners) -> Numbers:
     return (a, b, a + c, b + d) if corners == "xywh" else box
 
 
-def find_corners(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
+def _find_corners(boxes: Sequence[tuple[Numbers, Any]]) -> tuple[Corners, str]:
     """Return "xyxy" unless more than `FAULTY` of the boxes would be reversed; and the evidence."""
-    backward = sum(c < a or d < b for a, b, c, d in boxes)
+    backward = sum(c < a or d < b for (a, b, c, d), _ in boxes)
     if backward <= FAULTY * len(boxes):
         return "xyxy", f"the third number is below the first in {backward} of {len(boxes)}"
     return "xywh", f"as two corners, {backward} of {len(boxes)} would be reversed"
 
 
-def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale | None, str]:
+def _find_scale(boxes: Sequence[tuple[Numbers, Size]]) -> tuple[Scale | None, str]:
     """Return the scale, or None if it is ambiguous, and the evidence.
 
     Compares the likelihoods of pixels and of parts (bins, thousandths), for uniform corners.
     parts: the probability that parts, read as pixels, fit into images below 1,000 pixels.
     pixels: the probability that pixels of images above 1,000 pixels are all at most 1,000.
     """
-    numbers = [number for box in boxes for number in box]
+    numbers = [number for box, _ in boxes for number in box]
     if not numbers:
         return "pixels", "there are no boxes"
     largest = max(numbers)
     if largest <= 1:
         return "0..1", f"no number of {len(numbers):,} is above 1"
     above = sum(number > _UNIT["0..1000"] for number in numbers)
-    outside = sum(x2 > w or y2 > h for (_, _, x2, y2), (w, h) in zip(boxes, sizes, strict=True))
+    outside = sum(x2 > w or y2 > h for (_, _, x2, y2), (w, h) in boxes)
     parts, pixels = 1.0, 1.0
-    for width, height in sizes:
+    for _, (width, height) in boxes:
         parts *= min(width / 1000, 1) * min(height / 1000, 1)
         pixels *= min(1000 / width, 1) * min(1000 / height, 1)
     if above > FAULTY * len(numbers) or (above and outside <= FAULTY * len(boxes)):

@@ -102,9 +102,9 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
     """
     if not boxes:
         return
-    places, numbers, sizes = zip(*boxes, strict=True)
-    found = find_reading(numbers, sizes, None, None)
-    beyond = sum(max(box) > MAX_BIN for box in numbers)
+    place, known = boxes[0][0], [(box, size) for _, box, size in boxes]
+    found = find_reading(known, None, None)
+    beyond = sum(max(box) > MAX_BIN for box, _ in known)
     few = beyond <= FAULTY * len(boxes)
     evidence = found if isinstance(found, str) else found.evidence
     scale: Scale = "0..999"
@@ -114,16 +114,16 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
         scales = () if few else ("0..1000", "pixels")
     elif not bins[found.scale]:
         scale, scales = found.scale, (found.scale,)
-    inside = Reading(scale, "xywh", evidence).count_inside(zip(numbers, sizes, strict=True))
+    inside = Reading(scale, "xywh", evidence).count_inside(known)
     fit = len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes)
     if fit and scale != "0..1":  # rounded numbers tell nothing of fractions
         text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
-        yield DataProblem("x, y, width, height", places[0], text, do, warning=warning)
+        yield DataProblem("x, y, width, height", place, text, do, warning=warning)
     if scales:
         do = " ".join(f"If they are {scale}: {_TO_BINS[scale]}." for scale in scales)
         text = f"the scale of {len(boxes)} boxes: {evidence}"
-        yield DataProblem("scale", places[0], text, do, warning=warning)
+        yield DataProblem("scale", place, text, do, warning=warning)
 
 
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:

@@ -126,8 +126,7 @@ def _readings(
                 boxes.setdefault(one.scale, []).append((one.box, size))
     readings, evidence = {}, []
     for scale, known in boxes.items():
-        numbers, sizes = zip(*known, strict=True)
-        reading = find_reading(numbers, sizes, scale, source.corners)
+        reading = find_reading(known, scale, source.corners)
         if isinstance(reading, str):
             do = "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels"
             raise ContractError("--scale", reading, do)

@@ -99,12 +99,17 @@ def image_problem(
 
 def open_upright(path: Path) -> Image.Image:
     """Decode an image; raises UnreadableImage."""
-    return upright(_read(path))
+    return _upright(path)
 
 
 def upright(content: bytes) -> Image.Image:
     """Decode the bytes of an image file; raises UnreadableImage."""
-    return as_rgb(_decode(content))
+    return _upright(io.BytesIO(content))
+
+
+def _upright(file: Path | io.BytesIO) -> Image.Image:
+    with _opened(file) as image:
+        return as_rgb(ImageOps.exif_transpose(image))
 
 
 def inspect_header(path: Path) -> ImageInfo:
@@ -134,9 +139,9 @@ def _has_metadata_after_pixels(png: Path) -> bool:
 
 def inspect_image(path: Path) -> ImageInfo:
     """Decode an image and keep none of its pixels; raises UnreadableImage."""
-    content = _read(path)
-    _decode(content)
-    return inspect_header(path)._replace(digest=hashlib.blake2b(content, digest_size=16).digest())
+    open_upright(path)
+    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
+    return inspect_header(path)._replace(digest=digest)
 
 
 def try_inspect(path: Path, inspect: Callable[[Path], ImageInfo] = inspect_image) -> ImageResult:
@@ -162,19 +167,6 @@ def inspect_all(
             path, future = ahead.popleft()
             yield path, future.result()
             ahead.extend((path, pool.submit(outcome, path)) for path in islice(remaining, 1))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = getattr(error, "strerror", None) or error
-        raise UnreadableImage(f"cannot be read ({why})") from error
-
-
-def _decode(content: bytes) -> Image.Image:
-    with _opened(io.BytesIO(content)) as image:
-        return ImageOps.exif_transpose(image)
 
 
 @contextmanager

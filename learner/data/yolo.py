@@ -98,10 +98,10 @@ def _class_names(file: Path, mapping: dict[str, Any]) -> dict[int, Any]:
 
 
 def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[Path]:
-    splits = {name: mapping[name] for name in _SPLITS if mapping.get(name)}
     places = {
         name: [_posix(place) for place in (value if isinstance(value, list) else [value])]
-        for name, value in splits.items()
+        for name in _SPLITS
+        if (value := mapping.get(name))
     }
     if split is None:
         if len(set(map(tuple, places.values()))) > 1:

@@ -166,7 +166,7 @@ SMALL, LARGE = (300, 200), (3000, 2000)
 def test_scale_and_order_are_found_from_all_boxes(
     boxes: list[Any], size: tuple[int, int], evidence: str
 ) -> None:
-    found = find_reading([tuple(one) for one in boxes], [size] * len(boxes), None, None)
+    found = find_reading([(tuple(one), size) for one in boxes], None, None)
     assert isinstance(found, Reading)
     assert evidence in found.evidence
 
