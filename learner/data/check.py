@@ -77,8 +77,8 @@ def check_files(
     for path in paths:
         report, samples = FileReport(path), []
         boxes: list[tuple[str, Box, Size]] = []
-        for number, line in enumerate(scan(path, allow_poly=allow_poly), start=1):
-            boxes += [(f"{path}:{number}", *each) for each in line.boxes if all(each[1])]
+        for line in scan(path, allow_poly=allow_poly):
+            boxes += [(line.sample_id, box, line.size) for box in line.boxes if all(line.size)]
             report.findings += line.problems
             if (sample := line.sample) is not None:
                 samples.append(sample)

@@ -55,17 +55,6 @@ def bounding_box(shape: Shape) -> Box:
     return min(xs), min(ys), max(xs), max(ys)
 
 
-class Line(NamedTuple):
-    """A line of a data file: a sample, or None with problems.
-
-    boxes: rounded numbers of each object's bounding box, in and out of range, and the image size.
-    """
-
-    sample: Sample | None
-    problems: list[DataProblem]
-    boxes: list[tuple[Box, tuple[int, int]]]
-
-
 def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
     """Read and check a data file; image files are not opened.
 
@@ -80,16 +69,14 @@ def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
     return [line.sample for line in lines if line.sample is not None]
 
 
-def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
+def scan(path: Path, *, allow_poly: bool) -> "Iterator[Line]":
     """Yield the lines of a data file; arguments as in `read_samples`.
 
     Raises ContractError for a missing, unreadable or empty file, and for one of another format.
     """
     require_jsonl(path)
     for number, raw in enumerate(raw_lines(path), start=1):
-        reader = _LineReader(path, number, allow_poly)
-        sample = reader.read(raw)
-        yield Line(sample, reader.problems, [(box, reader.size) for box in reader.boxes])
+        yield Line(path, number, raw, allow_poly)
 
 
 def is_description(value: Any) -> TypeGuard[str]:
@@ -142,21 +129,26 @@ _KEYS = {
 }
 
 
-class _LineReader:
-    """Convert one line to a sample; collects its problems."""
+class Line:
+    """A line of a data file: a sample, or None with problems.
 
-    def __init__(self, path: Path, number: int, allow_poly: bool) -> None:
+    size: of the image; (0, 0) if it is faulty. boxes: rounded numbers of each object's bounding
+    box, in and out of range.
+    """
+
+    def __init__(self, path: Path, number: int, raw: bytes, allow_poly: bool) -> None:
         self.sample_id = f"{path}:{number}"
-        self.folder = path.parent
-        self.allow_poly = allow_poly
         self.problems: list[DataProblem] = []
         self.size = (0, 0)
         self.boxes: list[Box] = []
+        self._folder = path.parent
+        self._allow_poly = allow_poly
+        self.sample = self._read(raw)
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
         self.problems.append(DataProblem(kind, self.sample_id, found, do))
 
-    def read(self, raw: bytes) -> Sample | None:
+    def _read(self, raw: bytes) -> Sample | None:
         """Return the sample, or None if there is any problem."""
         try:
             record = {"metadata": {}} | parse_line(raw, self.sample_id)
@@ -171,7 +163,7 @@ class _LineReader:
             if key not in valid:
                 self._wrong(known.kind, f"{key} is {_value_of(record, key)}", known.do)
         names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
-        images = tuple((self.folder / name).absolute() for name in names)
+        images = tuple((self._folder / name).absolute() for name in names)
         objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
         if {"width", "height"} <= valid:
             self.size = record["width"], record["height"]
@@ -195,11 +187,11 @@ class _LineReader:
 
     def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
         keys = sorted(item.keys() - {"desc"})
-        allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self.allow_poly else ("bbox_2d",)
+        allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self._allow_poly else ("bbox_2d",)
         kind = next((each for each in allowed if keys == [each]), None)
         if kind is None:
             found = f"{where} has {', '.join(map(shown, keys)) or 'nothing'} beside its desc"
-            only = "" if self.allow_poly else "; this variant trains boxes only"
+            only = "" if self._allow_poly else "; this variant trains boxes only"
             do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
             self._wrong("geometry", found, do)
             return None

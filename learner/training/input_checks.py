@@ -361,12 +361,13 @@ def check_files(config: Config) -> list[ContractError]:
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
     try:
-        sample, found, _ = next(scan(file, allow_poly=allow_poly))
-        headers = {p: try_inspect(p, inspect_header) for p in (sample.images if sample else ())}
+        line = next(scan(file, allow_poly=allow_poly))
+        paths = line.sample.images if line.sample else ()
+        headers = {path: try_inspect(path, inspect_header) for path in paths}
         images = (
             image_problem(f"{file}:1", None, path, header) for path, header in headers.items()
         )
-        problems: list[ContractError] = [*found, *filter(None, images)]
+        problems: list[ContractError] = [*line.problems, *filter(None, images)]
     except ContractError as error:
         problems = [error]
     if problems:
