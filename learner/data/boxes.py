@@ -23,7 +23,7 @@ class Reading(NamedTuple):
 
     scale: Scale
     corners: Corners
-    evidence: str
+    evidence: str = ""
 
     def unit(self, size: Size) -> tuple[float, float]:
         """Return the pixels of one unit of x and of y, for an image size in pixels."""

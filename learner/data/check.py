@@ -114,7 +114,7 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
         scales = () if few else ("0..1000", "pixels")
     elif not bins[found.scale]:
         scale, scales = found.scale, (found.scale,)
-    inside = Reading(scale, "xywh", evidence).count_inside(known)
+    inside = Reading(scale, "xywh").count_inside(known)
     fit = len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes)
     if fit and scale != "0..1":  # rounded numbers tell nothing of fractions
         text = f"{inside} of {len(boxes)} boxes are inside of their images as x, y, width, height"

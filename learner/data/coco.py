@@ -96,7 +96,7 @@ def _require_plausible(
         return
     orders: tuple[Corners, Corners] = ("xywh", "xyxy")
     outside, outside_as_corners = (
-        len(known) - Reading(scale or "pixels", order, "").count_inside(known) for order in orders
+        len(known) - Reading(scale or "pixels", order).count_inside(known) for order in orders
     )
     if outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known):
         found = (

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from learner.data.coco import image_name, pixel_xywh
 from learner.data.detection import LISTS, NAMES
@@ -28,13 +28,8 @@ _PLACEHOLDER = re.compile(r"<ref-object>|<bbox>")
 _PROMPT = "<image>Detect all objects. Answer with a JSON list of bbox_2d and label."
 
 
-class _Box(NamedTuple):
-    """image: index among the record's images. numbers: as in the file. scale: as stated."""
-
-    image: int
-    name: Any
-    numbers: Any
-    scale: Scale | None = None
+# Index among the record's images, name and numbers as in the file, scale if it is stated.
+_Box = tuple[int, Any, Any, Scale | None]
 
 
 def read_conversations(
@@ -103,7 +98,7 @@ def _objects(record: dict[str, Any], images: int) -> list[_Box] | None:
     if not lists or images != 1:  # an answer does not name one of several images
         return None
     entries = [entry for each in lists for entry in each]
-    return [_Box(0, _first(entry, NAMES), _first(entry, _BOXES)) for entry in entries]
+    return [(0, _first(entry, NAMES), _first(entry, _BOXES), None) for entry in entries]
 
 
 def _first(entry: Any, keys: Sequence[str]) -> Any:
@@ -148,9 +143,7 @@ def _swift_objects(
     ):
         return None
     scale = _SWIFT_SCALES.get(objects.get("bbox_type"))
-    return [
-        _Box(image, ref, box, scale) for image, ref, box in zip(of_image, refs, boxes, strict=True)
-    ]
+    return [(image, ref, box, scale) for image, ref, box in zip(of_image, refs, boxes, strict=True)]
 
 
 def write_swift(samples: Sequence[Sample], image_root: Path, out: Path) -> None:

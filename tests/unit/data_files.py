@@ -11,8 +11,7 @@ from learner.data.checkpoint import Checkpoint
 from learner.data.images import ImageResults
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
-from learner.stages.matching import mask_iou
-from learner.types import GroundTruthObject, Shape
+from learner.types import GroundTruthObject
 
 Line = dict[str, Any] | str
 
@@ -53,11 +52,6 @@ def paint_all(folder: Path, names: Sequence[str]) -> None:
     """Images of one size, no two alike."""
     for index, name in enumerate(names):
         paint(folder / name, colour=(index, 255 - index, 0))
-
-
-def covers_a_pixel(shape: Shape) -> bool:
-    """Of the canvas that a run has unless it says otherwise."""
-    return mask_iou(shape, shape, 256) > 0
 
 
 def unwatched(looks: ImageResults, count: int) -> ImageResults:

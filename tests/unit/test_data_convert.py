@@ -15,11 +15,10 @@ from learner.commands.data import data_app
 from learner.data.coco import to_coco
 from learner.data.images import open_upright
 from learner.data.jsonl import read_samples
-from learner.stages.matching import covers_a_pixel as covers
-from learner.stages.matching import mask_iou
+from learner.stages.matching import covers_a_pixel, mask_iou
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError, ContractErrors
-from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint_all, write_lines
+from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
 
 pytestmark = pytest.mark.req("IO-01")
 
@@ -58,12 +57,12 @@ BINS = st.integers(0, 999)
 BOXES = (
     st.tuples(BINS, BINS, BINS, BINS)
     .map(lambda b: (min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3])))
-    .filter(lambda b: covers_a_pixel(Shape("bbox_2d", b)))
+    .filter(lambda b: covers_a_pixel(Shape("bbox_2d", b), 256))
 )
 POLYGONS = (
     st.lists(st.tuples(BINS, BINS), min_size=3, max_size=5, unique=True)
     .map(lambda points: [k for point in points for k in point])
-    .filter(lambda flat: covers_a_pixel(Shape("poly", tuple(flat))))
+    .filter(lambda flat: covers_a_pixel(Shape("poly", tuple(flat)), 256))
 )
 NAMES = st.sampled_from(["cat", "no", "0", "bow_(weapon)", "a: b, 'c' #d", "猫 🐈", "café", "<&>"])
 OBJECTS = st.builds(lambda desc, coords: box(desc, *coords), NAMES, BOXES)
@@ -114,7 +113,7 @@ def test_polygons_come_back_bin_for_bin(
 @given(coords=st.tuples(BINS, BINS, BINS, BINS), resolution=st.integers(2, 1024))
 def test_a_box_covers_a_pixel_where_its_mask_does(coords: tuple[int, ...], resolution: int) -> None:
     shape = Shape("bbox_2d", coords)
-    assert covers(shape, resolution) == (mask_iou(shape, shape, resolution) > 0)
+    assert covers_a_pixel(shape, resolution) == (mask_iou(shape, shape, resolution) > 0)
 
 
 @pytest.mark.parametrize("form", FORMATS)

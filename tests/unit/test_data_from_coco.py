@@ -17,9 +17,10 @@ from learner.data.formats import read_other
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule, Scale
 from learner.data.toy import make_data
+from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import covers_a_pixel, paint, paint_all, unwatched
+from tests.unit.data_files import paint, paint_all, unwatched
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02", "IO-01")
 
@@ -290,7 +291,7 @@ def test_every_annotation_is_an_object_or_counted_and_the_file_is_valid(
         return
     write_records(conversion, folder / "out.jsonl")
     (sample,) = read_samples(folder / "out.jsonl", allow_poly=geometry == "poly")
-    assert all(covers_a_pixel(o.shape) for o in sample.objects)
+    assert all(covers_a_pixel(o.shape, 256) for o in sample.objects)
 
 
 def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
