@@ -92,13 +92,12 @@ def _require_plausible(
         found = f"no number of {len(boxes)} boxes is above 1, and COCO's are in pixels"
         raise ContractError("--scale", found, "State the scale: --scale 0..1, or --scale pixels")
     known = [(box, size) for box, size in boxes if size is not None]
-    if corners is not None or not known:
-        return
     orders: tuple[Corners, Corners] = ("xywh", "xyxy")
     outside, outside_as_corners = (
         len(known) - Reading(scale or "pixels", order).count_inside(known) for order in orders
     )
-    if outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known):
+    fits_as_corners = outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known)
+    if corners is None and fits_as_corners:
         found = (
             f"as x, y, width, height {outside} of {len(known)} boxes leave their images, and as "
             f"corners {outside_as_corners}"

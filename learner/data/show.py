@@ -104,11 +104,9 @@ def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
     counts = Counter((f.warning, f.kind) for report in reports for f in report.findings)
     # Problems before warnings, the most frequent first.
     ranked = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0][1]))
-    if ranked:
-        rows = [
-            [str(count), "warning" if warning else "problem", kind]
-            for (warning, kind), count in ranked
-        ]
+    names = ("problem", "warning")
+    rows = [[str(count), names[warning], kind] for (warning, kind), count in ranked]
+    if rows:
         yield Table("", ("#times", "", "found"), rows)
 
 

@@ -92,16 +92,11 @@ def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
 
 def _sizes(areas: FloatArray) -> Table:
     small, large = 32, 96
-    names = {
-        "small": f"area < {small}^2 pixels",
-        "medium": "",
-        "large": f"area >= {large}^2 pixels",
-    }
+    names = ("small", "medium", "large")
+    limits = (f"area < {small}^2 pixels", "", f"area >= {large}^2 pixels")
     counts = np.bincount(np.digitize(areas, (small**2, large**2)), minlength=3).tolist()
-    rows = [
-        [str(count), fraction(count, len(areas)), *name]
-        for count, name in zip(counts, names.items(), strict=True)
-    ]
+    shares = (fraction(count, len(areas)) for count in counts)
+    rows = list(zip(map(str, counts), shares, names, limits, strict=True))
     title = "Sizes as COCO parts them, of boxes"
     return Table(title, ("#objects", "#share", "size", ""), rows)
 
