@@ -19,10 +19,8 @@ turn is next (vLLM's `priority` scheduling).
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
@@ -140,32 +138,6 @@ class _Withdrawn(Exception):
     """A generation was cancelled because its call is refused."""
 
 
-@dataclass
-class _RunningCall:
-    """State of a running call. faults: by request index; a fault ends all generation."""
-
-    call: wire.InferCall
-    config: wire.RequestConfig
-    record: CallRecord
-    renderers: Renderers
-    turns: Turns = field(default_factory=Turns)
-    faults: dict[int, BadRequest] = field(default_factory=dict)
-    _faulty: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def refuse(self, index: int, fault: BadRequest) -> None:
-        self.faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
-        self._faulty.set()
-
-    async def unless_refused(
-        self, generation: Coroutine[Any, Any, wire.RolloutEnvelope]
-    ) -> wire.RolloutEnvelope | None:
-        """Return the result of `generation`; None if the call is refused before its end."""
-        try:
-            return await cancel_when(self._faulty.wait(), generation, _Withdrawn())
-        except _Withdrawn:
-            return None
-
-
 class Rollouts:
     """Answers calls with the engines of all replicas.
 
@@ -181,10 +153,10 @@ class Rollouts:
         prompts: Prompts,
         server_epoch: Callable[[], str],
     ) -> None:
-        self._serving = serving
-        self._model = model
-        self._prompts = prompts
-        self._server_epoch = server_epoch
+        self.serving = serving
+        self.model = model
+        self.prompts = prompts
+        self.server_epoch = server_epoch
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
         """Return one envelope per request, in order; count them in `record`.
@@ -193,67 +165,93 @@ class Rollouts:
         and `other-weights` if the weights are not the expected ones before or after a generation.
         Cancelling the call aborts its sequences.
         """
-        config = call.request_config or wire.RequestConfig()
         with record.phase("wait"):
-            engines = await self._serving()
+            engines = await self.serving()
         require_weights(call, engines[0].weights_version)
-        running = _RunningCall(call, config, record, Renderers(engines))
-        with record.phase("prepare"):
-            engines[0].check_sampling(config)
-            conversations = await all_or_cancel(
-                self._read(running, i, request) for i, request in enumerate(call.infer_requests)
-            )
+        return await _RunningCall(self, call, record, engines).answer()
+
+
+class _RunningCall:
+    """One call. A fault of a request ends all generation."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        call: wire.InferCall,
+        record: CallRecord,
+        engines: Sequence[Engine],
+    ) -> None:
+        self._rollouts = rollouts
+        self._call = call
+        self._config = call.request_config or wire.RequestConfig()
+        self._record = record
+        self._engine = engines[0]
+        self._renderers = Renderers(engines)
+        self._turns = Turns()
+        self._faults: dict[int, BadRequest] = {}  # by the index of the request
+        self._faulty = asyncio.Event()
+
+    async def answer(self) -> list[wire.RolloutEnvelope]:
+        requests = self._call.infer_requests
+        with self._record.phase("prepare"):
+            self._engine.check_sampling(self._config)
+            conversations = await all_or_cancel(map(self._read, range(len(requests)), requests))
         answers = await all_or_cancel(
-            self._answer_one(running, i, conversation)
+            self._answer_one(i, conversation)
             for i, conversation in enumerate(conversations)
             if conversation is not None
         )
-        if running.faults:
-            raise refuse_requests(running.faults)
+        if self._faults:
+            raise refuse_requests(self._faults)
         envelopes = [envelope for envelope in answers if envelope is not None]
         for envelope in envelopes:
-            require_weights(call, *envelope.coordexp.weights_version)
-        record.add_answers(envelopes)
+            require_weights(self._call, *envelope.coordexp.weights_version)
+        self._record.add_answers(envelopes)
         return envelopes
 
-    async def _read(
-        self, running: _RunningCall, index: int, request: wire.RolloutInferRequest
-    ) -> Conversation | None:
+    def _refuse(self, index: int, fault: BadRequest) -> None:
+        self._faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
+        self._faulty.set()
+
+    async def _read(self, index: int, request: RolloutInferRequest) -> Conversation | None:
         """Return the conversation of a request; None after a fault."""
         try:
             conversation = read_conversation(request)
-            await self._prompts.check(conversation, running.renderers.max_model_len)
+            await self._rollouts.prompts.check(conversation, self._renderers.max_model_len)
         except BadRequest as fault:
-            running.refuse(index, fault)
+            self._refuse(index, fault)
             return None
         return conversation
 
     async def _answer_one(
-        self, running: _RunningCall, index: int, conversation: Conversation
+        self, index: int, conversation: Conversation
     ) -> wire.RolloutEnvelope | None:
         """Return the envelope of a request; None if the call is refused."""
         try:
-            with running.record.phase("prepare"):
-                prompt = await self._prompts.render(conversation, running.renderers, running.record)
-            if running.faults:
+            with self._record.phase("prepare"):
+                prompt = await self._rollouts.prompts.render(
+                    conversation, self._renderers, self._record
+                )
+            if self._faults:
                 return None
-            with running.record.phase("generate"):
-                return await running.unless_refused(self._roll_out(running, index, prompt))
+            with self._record.phase("generate"):
+                generation = self._roll_out(index, prompt)
+                return await cancel_when(self._faulty.wait(), generation, _Withdrawn())
         except BadRequest as fault:
-            running.refuse(index, fault)
-            return None
+            self._refuse(index, fault)
+        except _Withdrawn:
+            pass
+        return None
 
-    async def _roll_out(
-        self, running: _RunningCall, index: int, prompt: Prompt
-    ) -> wire.RolloutEnvelope:
-        config = running.config
+    async def _roll_out(self, index: int, prompt: Prompt) -> wire.RolloutEnvelope:
+        config = self._config
         seed = None if config.seed is None else config.seed + index
-        engine = least_loaded(await self._serving())
-        require_weights(running.call, engine.weights_version)
+        engine = least_loaded(await self._rollouts.serving())
+        require_weights(self._call, engine.weights_version)
         room = engine.max_model_len - len(prompt.token_ids)
         max_tokens = min(config.max_tokens or room, room)
         tokens = len(prompt.token_ids) + config.n * max_tokens
-        request_id, turn = uuid.uuid4().hex, running.turns.take(engine, config.n)
+        request_id, turn = uuid.uuid4().hex, self._turns.take(engine, config.n)
         try:
             with charged(engine.load, tokens, config.n, turn):
                 completions = await engine.generate(
@@ -261,20 +259,15 @@ class Rollouts:
                 )
         except (EngineDead, Aborted) as error:
             raise ended_early(engine, error) from error
-        return self._envelope(prompt, completions, config, seed, request_id)
+        return self._envelope(prompt, completions, seed, request_id)
 
     def _envelope(
-        self,
-        prompt: Prompt,
-        completions: list[Completion],
-        config: wire.RequestConfig,
-        seed: int | None,
-        request_id: str,
+        self, prompt: Prompt, completions: list[Completion], seed: int | None, request_id: str
     ) -> wire.RolloutEnvelope:
-        details = config.return_details
+        details = self._config.return_details
         new_tokens = sum(len(completion.token_ids) for completion in completions)
         response = wire.ChatCompletionResponse(
-            model=self._model,
+            model=self._rollouts.model,
             choices=[_choice(completion, details) for completion in completions],
             usage=wire.Usage(
                 prompt_tokens=len(prompt.token_ids),
@@ -285,14 +278,15 @@ class Rollouts:
             created=int(time.time()),
             prompt_token_ids=prompt.token_ids if details else None,
         )
+        ended = [each.index for each in completions if each.repeat_terminated]
         stamp = wire.RolloutStamp(
-            repeat_terminate_triggered=1 if any(c.repeat_terminated for c in completions) else 0,
-            repeat_terminated_choices=[c.index for c in completions if c.repeat_terminated],
+            repeat_terminate_triggered=1 if ended else 0,
+            repeat_terminated_choices=ended,
             weights_version=(
                 min(completion.weights_version[0] for completion in completions),
                 max(completion.weights_version[1] for completion in completions),
             ),
-            server_epoch=self._server_epoch(),
+            server_epoch=self._rollouts.server_epoch(),
             seed=seed,
             finish=completions[0].finish,
         )

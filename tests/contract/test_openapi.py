@@ -62,7 +62,7 @@ def made_short(body: Any) -> Any:
         if isinstance(config, dict):
             body["request_config"] = {**config}
             for name, most in (("max_tokens", 2), ("n", 4)):
-                value = config.get(name, most)
+                value = most if config.get(name) is None else config[name]
                 if type(value) in (int, float):
                     body["request_config"][name] = min(most, value)
     return body
