@@ -33,8 +33,8 @@ from rollout_server.engines.engine_protocol import (
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
 from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
-from rollout_server.serving.media import ImageSource
-from rollout_server.serving.prompts import Conversation, Prompts, Renderers
+from rollout_server.serving.media import ImageSource, MediaLoader
+from rollout_server.serving.prompts import Conversation, Renderers
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
 from shared_contracts.errors import ProblemError
@@ -150,12 +150,12 @@ class Rollouts:
         self,
         serving: Callable[[], Awaitable[Sequence[Engine]]],
         model: str,
-        prompts: Prompts,
+        media: MediaLoader,
         server_epoch: Callable[[], str],
     ) -> None:
         self.serving = serving
         self.model = model
-        self.prompts = prompts
+        self.media = media
         self.server_epoch = server_epoch
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
@@ -186,7 +186,7 @@ class _RunningCall:
         self._config = call.request_config or wire.RequestConfig()
         self._record = record
         self._engine = engines[0]
-        self._renderers = Renderers(engines)
+        self._renderers = Renderers(engines, rollouts.media)
         self._turns = Turns()
         self._faults: dict[int, BadRequest] = {}  # by the index of the request
         self._faulty = asyncio.Event()
@@ -217,7 +217,7 @@ class _RunningCall:
         """Return the conversation of a request; None after a fault."""
         try:
             conversation = read_conversation(request)
-            await self._rollouts.prompts.check(conversation, self._renderers.max_model_len)
+            await self._renderers.check(conversation)
         except BadRequest as fault:
             self._refuse(index, fault)
             return None
@@ -229,9 +229,7 @@ class _RunningCall:
         """Return the envelope of a request; None if the call is refused."""
         try:
             with self._record.phase("prepare"):
-                prompt = await self._rollouts.prompts.render(
-                    conversation, self._renderers, self._record
-                )
+                prompt = await self._renderers.render(conversation, self._record)
             if self._faults:
                 return None
             with self._record.phase("generate"):

@@ -19,7 +19,6 @@ from rollout_server.runtime.processes import memory_folder
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
-from rollout_server.serving.prompts import Prompts
 from rollout_server.serving.replicas import Replicas, not_serving
 from rollout_server.serving.telemetry import CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
@@ -75,10 +74,8 @@ class Pool:
             settings.max_weight_timeout_seconds,
             memory_folder() if settings.enable_lora else None,
         )
-        prompts = Prompts(MediaLoader(settings))
-        self._rollouts = Rollouts(
-            self.serving, str(settings.checkpoint), prompts, lambda: self.server_epoch
-        )
+        model, media = str(settings.checkpoint), MediaLoader(settings)
+        self._rollouts = Rollouts(self.serving, model, media, lambda: self.server_epoch)
         self._started = False
         self._gpu_uuids: list[str] = []
         self._stopping = asyncio.Event()

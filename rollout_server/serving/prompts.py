@@ -31,17 +31,51 @@ class Conversation:
 
 
 class Renderers:
-    """The engines that render for one call; lost engines are removed.
+    """Renders the prompts of one call with the renderers of all engines; lost ones are removed."""
 
-    places: limit of the call's requests in preparation.
-    """
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.max_model_len = engines[0].max_model_len
-        self.places = asyncio.Semaphore(MOST_PREPARED)
+    def __init__(self, engines: Sequence[Engine], media: MediaLoader) -> None:
         self._engines = list(engines)
+        self._media = media
+        self._max_model_len = engines[0].max_model_len
+        self._places = asyncio.Semaphore(MOST_PREPARED)
 
-    async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
+    async def check(self, conversation: Conversation) -> None:
+        """Raise BadRequest for text that cannot fit, and as `MediaLoader.check`."""
+        parts = [part for message in conversation.messages for part in message.parts]
+        length = sum(len(part or "") for part in parts)
+        most = CHARACTERS_PER_TOKEN * self._max_model_len
+        if length > most:
+            raise BadRequest(
+                "messages",
+                f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for "
+                f"each token of a context of {self._max_model_len} (max_model_len)",
+            )
+        await self._media.check(conversation.sources)
+
+    async def render(self, conversation: Conversation, record: CallRecord) -> Prompt:
+        """Load the images and render; `record` counts both.
+
+        Raises BadRequest, and the `overloaded` and `not-ready` problems.
+        """
+        record.images += len(conversation.sources)
+        try:
+            async with self._places, self._media.load(conversation.sources) as images:
+                prompt = await self._render(conversation.messages, images)
+        except (MemoryError, TimeoutError) as error:
+            found = "memory" if isinstance(error, MemoryError) else "time"
+            detail = f"it ran out of {found} while it prepared a request; try again"
+            raise refusal("overloaded", detail, "messages") from error
+        length = len(prompt.token_ids)
+        if length + 1 > self._max_model_len:
+            raise BadRequest(
+                "messages",
+                f"the prompt has {length} tokens, which leaves no room for an answer in a "
+                f"context of {self._max_model_len} (max_model_len)",
+            )
+        record.prompt_tokens += length
+        return prompt
+
+    async def _render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         """Render with the least loaded renderer; try another one if it is lost."""
         work = 1 + sum(image.width * image.height for image in images)
         while self._engines:
@@ -54,47 +88,3 @@ class Renderers:
             finally:
                 engine.load.rendering -= work
         raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
-
-
-class Prompts:
-    """Renders the prompts of all calls."""
-
-    def __init__(self, media: MediaLoader) -> None:
-        self._media = media
-
-    async def check(self, conversation: Conversation, max_model_len: int) -> None:
-        """Raise BadRequest for text that cannot fit, and as `MediaLoader.check`."""
-        parts = [part for message in conversation.messages for part in message.parts]
-        length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
-        if length > most:
-            raise BadRequest(
-                "messages",
-                f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for "
-                f"each token of a context of {max_model_len} (max_model_len)",
-            )
-        await self._media.check(conversation.sources)
-
-    async def render(
-        self, conversation: Conversation, renderers: Renderers, record: CallRecord
-    ) -> Prompt:
-        """Load the images and render; `record` counts both.
-
-        Raises BadRequest, and the `overloaded` and `not-ready` problems.
-        """
-        record.images += len(conversation.sources)
-        try:
-            async with renderers.places, self._media.load(conversation.sources) as images:
-                prompt = await renderers.render(conversation.messages, images)
-        except (MemoryError, TimeoutError) as error:
-            found = "memory" if isinstance(error, MemoryError) else "time"
-            detail = f"it ran out of {found} while it prepared a request; try again"
-            raise refusal("overloaded", detail, "messages") from error
-        length = len(prompt.token_ids)
-        if length + 1 > renderers.max_model_len:
-            raise BadRequest(
-                "messages",
-                f"the prompt has {length} tokens, which leaves no room for an answer in a "
-                f"context of {renderers.max_model_len} (max_model_len)",
-            )
-        record.prompt_tokens += length
-        return prompt

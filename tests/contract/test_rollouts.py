@@ -25,7 +25,7 @@ from rollout_server.serving.infer import (
     least_loaded,
 )
 from rollout_server.serving.media import MediaLoader
-from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED, Prompts
+from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
@@ -102,15 +102,15 @@ class EchoEngine(ScriptedEngine):
         return [Completion(0, "x" * max_tokens, ids, "length", False, versions)]
 
 
-def prompts() -> Prompts:
-    return Prompts(MediaLoader(ServerSettings(model=Path("/m"), device="cpu")))
+def media() -> MediaLoader:
+    return MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
 
 
 def rollouts(*engines: EchoEngine) -> Rollouts:
     async def serving() -> Sequence[EchoEngine]:
         return engines
 
-    return Rollouts(serving, "model", prompts(), lambda: "epoch")
+    return Rollouts(serving, "model", media(), lambda: "epoch")
 
 
 def answer(
@@ -336,7 +336,7 @@ def test_another_replica_renders_for_a_lost_one() -> None:
     async def serving() -> Sequence[EchoEngine]:
         return [left] if lost.rendered else [lost, left]
 
-    work = Rollouts(serving, "model", prompts(), lambda: "epoch")
+    work = Rollouts(serving, "model", media(), lambda: "epoch")
     envelopes = run(work.answer(call("a", "b", "c"), CallRecord("/infer/")))
     assert len(envelopes) == 3
     assert sorted(left.rendered) == ["a", "b", "c"]
