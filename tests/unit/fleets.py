@@ -12,7 +12,6 @@ from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.clock import Clock
 from learner.rollout.server_pool import ServerPool
-from learner.rollout.sync.probe import ProofOfEffect
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -107,8 +106,9 @@ def fleet(
 
 @contextmanager
 def fleet_of(
-    rollouts: list[ScriptedRollouts], decode_batch_size: int, proof: ProofOfEffect | None = None
+    rollouts: list[ScriptedRollouts], decode_batch_size: int, **options: Any
 ) -> Iterator[Fleet]:
+    """options: of the backend."""
     pushers = [ScriptedPusher(one) for one in rollouts]
     clients = [RolloutClient(one.server.base_url, timeout_s=60.0) for one in rollouts]
     journal, clock = Journal(), PausedClock()
@@ -118,8 +118,8 @@ def fleet_of(
         decode_batch_size,
         journal,
         differences,
-        proof=proof,
         clock=clock,
+        **options,
     )
     backend.connect()
     backend.push_weights(1)

@@ -155,7 +155,7 @@ def test_every_server_that_answers_is_proven_after_a_push(
     with scripted_server() as one, scripted_server() as other:
         rollouts = [S(one), S(other)]
         one.routes[INFER] = other.routes[INFER] = lambda _: answers
-        with fleet_of(rollouts, 8, ProofOfEffect(loaded, "full")) as run:
+        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "full")) as run:
 
             def reply(body: Any) -> Reply:
                 assert body["expected_weights_version"] == run.rollouts[0].version
@@ -182,7 +182,7 @@ def test_a_proof_that_is_missed_follows_the_next_push(
     with scripted_server() as one:
         rollouts = [S(one)]
         one.routes[INFER] = lambda _: HangUp()
-        with fleet_of(rollouts, 8, ProofOfEffect(loaded, "sample")) as run:
+        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "sample")) as run:
 
             def reply(body: Any) -> Reply:
                 proven.append(body["expected_weights_version"])
@@ -211,7 +211,7 @@ def test_a_server_that_is_gone_makes_no_proof_due(
     with scripted_server() as one, scripted_server() as gone:
         rollouts = [S(one), S(gone)]
         one.routes[INFER], gone.routes[INFER] = reply, lambda _: HangUp()
-        with fleet_of(rollouts, 8, ProofOfEffect(loaded, "sample")) as run:
+        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "sample")) as run:
             rollouts[1].dead = True
             for version in (2, 3, 4):
                 run.backend.push_weights(version)

@@ -4,7 +4,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +14,7 @@ from learner.rollout.server import ATTEMPTS
 from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
-from tests.unit.fleets import Fleet, S, fleet, fleet_of
+from tests.unit.fleets import Fleet, S, fleet, fleet_of, scripted_rollouts
 from tests.unit.scripted_server import (
     INFER,
     Fault,
@@ -24,7 +23,6 @@ from tests.unit.scripted_server import (
     bodies,
     envelope,
     problem,
-    scripted_server,
 )
 
 _LIMIT_S = 60.0
@@ -197,6 +195,20 @@ def test_server_that_stays_away_ends_the_run_with_the_reason() -> None:
     url = run.rollouts[0].server.base_url
     assert f"{url}: GET {url}/health/" in str(caught.value)
     assert "waited 60 s (rollout_matching.vllm.server.timeout_s)" in str(caught.value)
+
+
+@pytest.mark.req("ROLL-03")
+def test_server_that_is_gone_for_good_is_not_waited_for() -> None:
+    """As a colocated one that has ended too often."""
+
+    def check() -> None:
+        raise RunError("it ended 6 times")
+
+    with scripted_rollouts([1]) as rollouts, fleet_of(rollouts, 8, check=check) as run:
+        rollouts[0].faults.append(S.die)
+        with pytest.raises(RunError, match="it ended 6 times"):
+            run.ask(2)
+        assert run.clock.now < _LIMIT_S
 
 
 def starting(run: Fleet, seconds: float) -> ScriptedRollouts:
@@ -381,8 +393,8 @@ FAULTS: list[Fault] = [
 
 @pytest.fixture(scope="module")
 def three_servers() -> Iterator[list[ScriptedRollouts]]:
-    with ExitStack() as stack:
-        yield [S(stack.enter_context(scripted_server()), size) for size in (1, 2, 1)]
+    with scripted_rollouts([1, 2, 1]) as rollouts:
+        yield rollouts
 
 
 @pytest.mark.req("DIST-01", "DIST-03", "DIST-05", "SEED-01", "SYNC-07", "SYNC-09")
