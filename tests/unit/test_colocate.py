@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import RequestConfig
-from shared_contracts.machine import CUDA_VISIBLE, address_towards, visible_gpus
+from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
@@ -252,12 +251,6 @@ def test_processes_that_no_colocated_server_can_serve_are_refused(
     with pytest.raises(ContractError, match=found) as caught:
         check_backend(config, {CUDA_VISIBLE: "", **environment})
     assert caught.value.where == f"rollout_matching.{where}"
-
-
-def test_address_towards_loopback_is_loopback_and_can_be_bound() -> None:
-    assert address_towards("127.0.0.1") == address_towards("localhost") == "127.0.0.1"
-    with socket.create_server((address_towards("127.0.0.2"), 0)) as listener:
-        assert listener.getsockname()[0].startswith("127.")
 
 
 # --- Its process ------------------------------------------------------------------------
