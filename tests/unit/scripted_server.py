@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.sync.push import WeightPusher
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem, RunError
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, RunError
 from shared_contracts.infer import (
     ChatCompletionResponse,
     ChatMessage,
@@ -445,7 +445,7 @@ class ScriptedPusher(WeightPusher):
 
     failures: errors of the next pushes, raised before the weights arrive. answer_lost: the next
         push fails after they have arrived.
-    taken: raised when the next group is formed. blocked: no group can be formed.
+    refuses: raised when a group is to be formed.
     loses_a_replica: at the end of the next push. forms_anew: the next push forms a group first.
     tries: attempts to form a group. groups: groups that were formed. pushed: versions.
     """
@@ -453,8 +453,7 @@ class ScriptedPusher(WeightPusher):
     def __init__(self, rollouts: ScriptedRollouts) -> None:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
-        self.taken: ContractError | None = None
-        self.blocked = False
+        self.refuses: Exception | None = None
         self.tries = 0
         self.loses_a_replica = False
         self.forms_anew = False
@@ -469,10 +468,8 @@ class ScriptedPusher(WeightPusher):
             raise RunError("no server")
         if self._ready is None:
             self.tries += 1
-            if self.taken is not None:
-                raise self.taken
-            if self.blocked:
-                raise RunError("the port of the group is blocked")
+            if self.refuses is not None:
+                raise self.refuses
             self.groups += 1
             self._ready = CommunicatorReady(
                 weights_version=self._rollouts.version or 0,

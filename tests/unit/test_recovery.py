@@ -175,7 +175,7 @@ def test_server_that_another_learner_has_taken_ends_the_run(lost: bool) -> None:
             run.rollouts[0].faults.append(S.lose_the_only_replica)
             run.ask(4)
             found = "another learner has taken this server over"
-            run.pushers[0].taken = ContractError("http://a:1", found, "End it")
+            run.pushers[0].refuses = ContractError("http://a:1", found, "End it")
         else:
             run.rollouts[0].version = 8
         with pytest.raises(ContractError if lost else OtherWeights, match="another learner"):
@@ -276,7 +276,7 @@ def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
         blocked, before = run.pushers[0], run.pushers[0].tries
-        blocked.blocked = True
+        blocked.refuses = RunError("the port of the group is blocked")
         run.ask(4)
         run.clock.now += rest_s
         run.ask(4)
