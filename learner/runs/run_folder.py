@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,19 +175,17 @@ def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
 
     Raises ContractError if a run writes the folder. File systems without locks are not protected.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ContractError(
-            "training.output_dir",
-            f"a run writes {folder} now; {RUN} names its process",
-            "Wait for that run or stop it; or name another folder",
-        ) from error
-    except OSError:
-        pass
-    try:
+    with ExitStack() as opened:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ContractError(
+                "training.output_dir",
+                f"a run writes {folder} now; {RUN} names its process",
+                "Wait for that run or stop it; or name another folder",
+            ) from error
+        except OSError:
+            pass
         yield
-    finally:
-        os.close(descriptor)
