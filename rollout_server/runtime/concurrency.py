@@ -68,13 +68,14 @@ async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     tasks: list[asyncio.Task[T]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            async for call in in_pieces(calls, BEGUN_TOGETHER):
-                tasks.append(group.create_task(call))
-    except BaseExceptionGroup as failures:
-        first = failures.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
+        async for call in in_pieces(calls, BEGUN_TOGETHER):
+            tasks.append(asyncio.create_task(call))
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class Budget:
