@@ -30,7 +30,7 @@ from learner.training.synchronous_rollouts import (
     LogRollouts,
     Packer,
     PackFeed,
-    RolloutSource,
+    RequestingSource,
     prefetch,
 )
 from learner.types import RolloutOutput, Sample
@@ -93,7 +93,7 @@ class Gate:
             self._changed.notify_all()
 
 
-class AsyncSource(RolloutSource):
+class AsyncSource(RequestingSource):
     """The source of one process in asynchronous mode.
 
     samples_of: the samples of a batch, by its number. The seeds of batch k are those of step k.

@@ -105,8 +105,7 @@ class StepRunner:
                 peers.rank,
                 log_rollouts,
             )
-        # None in a run without rollouts.
-        self.source = source
+        self.source = source or RolloutSource()
 
     def run(
         self, model: nn.Module, samples: Sequence[Sample], step: int, accelerator: Accelerator
@@ -132,8 +131,7 @@ class StepRunner:
             )
         if self._policy is not None:
             self._policy.mark_updated()
-        if self.source is not None:
-            report.payload.merge(self.source.payload())
+        report.payload.merge(self.source.payload())
         if self._bad_samples is not None:
             report.payload.add({"data/bad_samples": self._bad_samples()})
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
@@ -153,21 +151,17 @@ class StepRunner:
 
     def _begin(self, step: int, clock: PhaseClock) -> StepReport:
         """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
-        if self.source is not None:
-            self.source.begin(step, clock)
+        self.source.begin(step, clock)
         wanted: Channel = broadcast_from_rank0(self._peers, lambda: self._recipe.channel(step))
         report = StepReport(step, wanted)
-        if wanted == "B":
-            assert self.source is not None, "a run with channel B has a source"
-            if not all(self._peers.all_gather(partial(self.source.ready, step))):
-                report.channel = "A"
-                report.payload.note({"stage2_ab/async/b_step_skipped_due_to_queue": 1})
+        if wanted == "B" and not all(self._peers.all_gather(partial(self.source.ready, step))):
+            report.channel = "A"
+            report.payload.note({"stage2_ab/async/b_step_skipped_due_to_queue": 1})
         return report
 
     def _channel_a_step(self, this: _Step) -> Tensor:
         """Channel A: segments of the ground truth alone."""
-        if self.source is not None:
-            this.samples = self.source.samples(this.report.step, this.samples)
+        this.samples = self.source.samples(this.report.step, this.samples)
         packs = self._packer.begin()
 
         def chunks() -> Iterator[Chunk[Pack]]:
@@ -179,13 +173,12 @@ class StepRunner:
 
         loss = self._learn(this, chunks())
         this.report.payload.merge(packs.payload())
-        if self.source is not None and self.source.asynchronous:
+        if self.source.asynchronous:
             self._note_calls(this.report)
         return loss
 
     def _channel_b_step(self, this: _Step) -> Tensor:
         """Channel B: a push of the newest weights, answers, segments of the corrected answers."""
-        assert self.source is not None
         assert self._policy is not None, "a run with channel B has a policy"
         feed: PackFeed | None = None
         try:

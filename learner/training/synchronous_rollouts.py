@@ -142,30 +142,11 @@ class PackFeed:
 class RolloutSource:
     """A source of the packs of channel B, and of the samples of channel A.
 
-    asynchronous: answers are requested in parallel with all steps. The defaults are for a source
-    without state between steps.
-
-    packer: begins the packs of a batch. seed: `training.seed`. rank: of this process.
-    log_rollouts: called once for every batch that is trained on.
+    asynchronous: answers are requested in parallel with all steps. The class itself is the source
+    of a run without rollouts, and its defaults are for a source without state between steps.
     """
 
     asynchronous = False
-
-    def __init__(
-        self,
-        policy: Policy,
-        channel_b: ChannelB,
-        packer: Packer,
-        seed: int,
-        rank: int = 0,
-        log_rollouts: LogRollouts | None = None,
-    ) -> None:
-        self._policy = policy
-        self._channel_b = channel_b
-        self._packer = packer
-        self._seed = seed
-        self._rank = rank
-        self._log = log_rollouts
 
     def begin(self, step: int, clock: PhaseClock) -> None:
         """Prepare step `step` of any channel. clock: measures a push."""
@@ -202,6 +183,30 @@ class RolloutSource:
     def close(self) -> None:
         """Make no more requests."""
 
+
+class RequestingSource(RolloutSource):
+    """A source that requests answers.
+
+    packer: begins the packs of a batch. seed: `training.seed`. rank: of this process.
+    log_rollouts: called once for every batch that is trained on.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        seed: int,
+        rank: int = 0,
+        log_rollouts: LogRollouts | None = None,
+    ) -> None:
+        self._policy = policy
+        self._channel_b = channel_b
+        self._packer = packer
+        self._seed = seed
+        self._rank = rank
+        self._log = log_rollouts
+
     def _begin_batch(
         self, number: int, own: Sequence[Sample], clock: PhaseClock
     ) -> tuple[PackFeed, list[Sample]]:
@@ -219,7 +224,7 @@ class RolloutSource:
             self._log(step + 1, feed.assessed, feed.places)
 
 
-class SynchronousRollouts(RolloutSource):
+class SynchronousRollouts(RequestingSource):
     """Step mode: answers by the newest weights."""
 
     @contextmanager

@@ -172,10 +172,9 @@ def train_as(
             inputs, count = replace(inputs, train=train), train.take_replaced
         parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
         runner = build_runner(parts)
-        if runner.source is not None:
-            stack.callback(runner.source.close)
-            if state := start.state(peers.rank, peers.count):
-                runner.source.restore(state)
+        stack.callback(runner.source.close)
+        if state := start.state(peers.rank, peers.count):
+            runner.source.restore(state)
         scorer = build_scorer(config, inputs.val, loaded, policy, calls.write, peers, runner.source)
         trainer = build_trainer(parts, runner, scorer, display)
         with peers.propagate_errors():
@@ -265,7 +264,6 @@ def build_trainer(
         trackers = tracker_callbacks(config.training, inputs.start)
         shown = [JsonlLog(folder), *trackers, display]
         facts = _facts_of(parts)
-    state = runner.source.state if runner.source is not None else dict
     trainer = StepTrainer(
         runner,
         scorer,
@@ -275,7 +273,7 @@ def build_trainer(
             folder,
             config.training.save_total_limit,
             facts,
-            state,
+            runner.source.state,
             peers,
             collective=config.training.data_parallel == "fsdp2",
         ),
