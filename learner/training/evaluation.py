@@ -1,7 +1,6 @@
 """Evaluations by rollouts: of a run between its steps, and of a checkpoint by `learner eval`."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def build_scorer(
     policy: Policy | None,
     write_calls: Callable[[dict[str, Any]], None],
     peers: Peers,
-    source: RolloutSource | None = None,
+    source: RolloutSource,
 ) -> Callable[[int], dict[str, float]]:
     """Return the evaluation of a run: optimizer steps so far -> metrics of `samples`.
 
@@ -59,8 +58,7 @@ def build_scorer(
         def answered() -> None:
             evaluations.append(evaluate(config, policy, own, seed, loaded.tokenizer, write_calls))
 
-        alone = nullcontext() if source is None else source.exclusive_access()
-        with alone, policy.backend.serving():
+        with source.exclusive_access(), policy.backend.serving():
             policy.push_if_stale()
             peers.all_gather(answered, meanwhile=policy.repush_restarted)
         (evaluation,) = evaluations
