@@ -20,10 +20,10 @@ class TrainedRows(TrainableTokensLayer):
         self, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Ids (...) -> (..., H) of an embedding; rows (..., H) -> logits (..., V) of a head."""
+        if self.disable_adapters or self.merged or not active_adapters:
+            return super().forward_adapters(x, active_adapters, *args, **kwargs)
         base: Any = self.get_base_layer()
         frozen: Tensor = base(x)
-        if self.disable_adapters:
-            return frozen
         (name,) = active_adapters
         rows = self.trainable_tokens_delta[name].to(base.weight.dtype)
         ids = torch.tensor(self.token_indices[name], device=x.device)

@@ -141,7 +141,7 @@ def meta_model(config: Config) -> LoadedModel:
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:
     """Return the longest pack of a step on `segments`, and the number of packs."""
-    packer = StepPacker(config.training, config.global_max_length, make_pack, lambda fill: None)
+    packer = StepPacker(config.training, config.global_max_length, make_pack)
     packs = packer.chunk(segments, last=True)
     return max(packs, key=len), len(packs)
 
