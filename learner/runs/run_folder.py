@@ -30,6 +30,7 @@ from shared_contracts.errors import ContractError
 RESOLVED = "resolved_config.yaml"
 METRICS = "metrics.jsonl"
 RUN = "run.json"
+LOCK = ".lock"
 EVALUATIONS = "evaluations"
 LOGS = "logs"  # output of the servers that `learner launch` starts
 # Version 0.1.0 has this metric in every step, and counts steps from 0 in all but metrics.jsonl.
@@ -177,7 +178,8 @@ def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """
     with ExitStack() as opened:
         try:
-            descriptor = os.open(folder, os.O_RDONLY)
+            flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT  # NFS locks what it can write
+            descriptor = os.open(folder / LOCK, flags)
             opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
