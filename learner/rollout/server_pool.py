@@ -46,9 +46,9 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
-from shared_contracts.errors import RunError
+from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
-from shared_contracts.weights import DtypeName
+from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
 
 T = TypeVar("T")
 # Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
@@ -99,12 +99,13 @@ class ServerPool(RolloutBackend):
         shared: SharedPush | None = None,
         clock: Clock = CLOCK,
         check: Callable[[], object] = lambda: None,
+        least_wait_s: float = 0.0,
     ) -> None:
         super().__init__(journal)
         self.peers = peers
         self._check = check
         self.clock = clock
-        self.timeout_s = max(client.timeout_s for client in clients)
+        self.timeout_s = max(least_wait_s, *(client.timeout_s for client in clients))
         self._dtype: DtypeName = "float32"
         self._gather = gather
         self._proof = proof
@@ -193,7 +194,8 @@ class ServerPool(RolloutBackend):
     def connect(self) -> int:
         """Form the weight group with every server; return their newest weights version.
 
-        Every process calls it.
+        Every process calls it. Raises ContractError if the versions of the servers are too far
+        apart for a common next push.
         """
         self.version.newest, self._dtype = self._by_leader(self._connect)
         return self.version.newest
@@ -203,7 +205,14 @@ class ServerPool(RolloutBackend):
 
         Servers of several dtypes get weights that are gathered in float32, and cast for each.
         """
-        newest = max(in_parallel([server.connect for server in self.servers]))
+        versions = in_parallel([server.connect for server in self.servers])
+        newest, oldest = max(versions), min(versions)
+        if newest - oldest > MOST_VERSION_STEP:  # the others would refuse the next push
+            raise ContractError(
+                f"POST {self.servers[versions.index(newest)].url}/init_communicator/",
+                f"weights_version is {newest}, and another server of the run has {oldest}",
+                "Restart that server, or remove it from rollout_matching.vllm.server.servers",
+            )
         dtypes = {server.dtype for server in self.servers}
         return newest, dtypes.pop() if len(dtypes) == 1 else "float32"
 
@@ -310,9 +319,9 @@ class ServerPool(RolloutBackend):
         try:
             began = self.clock()
             in_parallel([server.check for server in self.usable()])
+            checked_s = self.clock() - began
             self._restore(push=True)
-            ended = self.clock()
-            self._no_check_until = ended + _CHECKED_FRACTION * (ended - began)
+            self._no_check_until = self.clock() + _CHECKED_FRACTION * checked_s
         finally:
             self._pushing.release()
 

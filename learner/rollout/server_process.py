@@ -155,7 +155,7 @@ class SupervisedServer:
     """A server process that is restarted until `stop`.
 
     start: starts the process, each time on the same port.
-    start_timeout_s: longest wait for the first start.
+    start_timeout_s: longest wait for each start.
     clock: measures how long a start was healthy, in seconds.
     first: a process that was started already, and is healthy. name: in messages.
     """

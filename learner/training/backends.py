@@ -140,6 +140,7 @@ def _over_servers(
         proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
         shared=shared,
         check=own.check if own else lambda: None,
+        least_wait_s=COLOCATED_START_S if own else 0.0,  # its port opens after imports and a merge
     )
     backend.repeat_terminate_active = all(
         client.info().repeat_terminate.active for client in clients

@@ -222,9 +222,11 @@ class Replicas:
     async def _phase(self, slot: _Slot, name: str, work: Awaitable[T]) -> T:
         slot.state, slot.detail, slot.began = "starting", name, time.monotonic()
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(self._start_s) as limit:
                 return await work
         except TimeoutError:
+            if not limit.expired():  # the engine's own
+                raise
             found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
             raise TimeoutError(found) from None
 

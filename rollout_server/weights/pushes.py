@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
@@ -442,17 +442,21 @@ class Pushes:
 def open_tcp_store(init: InitCommunicator) -> TCPStore:
     """Return a store on exactly `host:port`, which closes with the object; blocking.
 
-    Raises the `group-port-taken` problem for a used port, and `invalid-request` for an address of
-    another machine.
+    Raises the `group-port-taken` problem for a used port, `invalid-request` for an address of
+    another machine, and `weight-transfer-timeout` if the time is too short.
     """
-    store = TCPStore(
-        init.host,
-        init.port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=init.timeout_s),
-        master_listen_fd=_listen(init).detach(),
-    )
+    try:
+        store = TCPStore(
+            init.host,
+            init.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=init.timeout_s),
+            master_listen_fd=_listen(init).detach(),
+        )
+    except DistError as error:
+        found = f"server: no store within {init.timeout_s:g} s"
+        raise refusal("weight-transfer-timeout", found, "timeout_s") from error
     store.set(attempt_key(init.attempt), "")
     return store
 

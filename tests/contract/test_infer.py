@@ -236,6 +236,20 @@ def test_call_with_bad_requests_is_refused_and_names_each(
 
 
 @pytest.mark.req("WIRE-05")
+def test_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
+    """A prompt must leave room for one token."""
+    base = len(reference.prompt_ids(server.checkpoint, "", []))
+    per_word = len(reference.prompt_ids(server.checkpoint, "a" * 8, [])) - base
+    assert per_word == 8  # one letter, one token: any length can be made
+    (envelope,) = server.infer([text_request("a" * (511 - base))], max_tokens=None)
+    assert len(envelope["response"]["prompt_token_ids"]) == 511
+    assert len(response_ids(envelope)) <= 1
+    refused = server.post_infer([text_request("a" * (512 - base))])
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0]["index"] == 0
+
+
+@pytest.mark.req("WIRE-05")
 def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
     server: RunningServer,
 ) -> None:

@@ -147,6 +147,7 @@ def test_bad_calls_are_refused_and_nothing_is_fetched(
             "path": status(messages=with_image(str(scene))),
             "pixels": status(messages=with_image(data_url(large))),
             "template": status(extra_body={"chat_template": "x"}),
+            "processor": status(extra_body={"mm_processor_kwargs": {"size": 1}}),
             "n": status(n=4097),
         }
         assert status(messages=with_image(scene.as_uri())) == 500  # vLLM's RuntimeError

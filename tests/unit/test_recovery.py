@@ -14,6 +14,7 @@ from learner.rollout.server import ATTEMPTS
 from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
+from shared_contracts.weights import MOST_VERSION_STEP
 from tests.unit.fleets import Fleet, S, fleet, fleet_of, scripted_rollouts
 from tests.unit.scripted_server import (
     INFER,
@@ -445,3 +446,13 @@ def test_close_gives_up_running_calls() -> None:
             finished.set()
     assert len(run.rollouts[0].faults) == 0
     assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it got no second call"
+
+
+@pytest.mark.req("RES-25", "SYNC-05")
+def test_server_too_far_ahead_of_the_others_is_named() -> None:
+    with scripted_rollouts([1, 1]) as rollouts:
+        rollouts[1].version = MOST_VERSION_STEP + 1
+        with pytest.raises(ContractError) as caught, fleet_of(rollouts, 8):
+            pass
+    assert caught.value.where == f"POST {rollouts[1].server.base_url}/init_communicator/"
+    assert "another server of the run has 0" in caught.value.found

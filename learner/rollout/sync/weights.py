@@ -199,7 +199,7 @@ class SyncMode:
     Starts with `adapter` if there is one. After the first failed push of it, all further pushes
     send `full`. Methods may be called from several threads.
 
-    fallback_to_full: false: `failed` raises instead.
+    fallback_to_full: false: `adapter_failed` raises instead.
     fallback: the failure, with its type, since which full weights are sent; None without one.
     """
 
