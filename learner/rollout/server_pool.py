@@ -82,6 +82,7 @@ class ServerPool(RolloutBackend):
     proof: decides which pushes are proven, and how; None: none is.
     clock: of pauses and waits.
     check: raises why no server comes back any more, if that is known.
+    least_wait_s: smallest `timeout_s`, the longest wait for servers that do not answer.
     """
 
     streams = True
