@@ -36,12 +36,12 @@ class Reading(NamedTuple):
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
 
-    def count_inside(self, boxes: Iterable[tuple[Numbers, Size]]) -> int:
-        """Return the number of boxes with an area that end in their images, or a pixel beyond."""
+    def count_inside(self, boxes: Iterable[tuple[Numbers, Size]], beyond: int = 0) -> int:
+        """Return the number of boxes that end in their images, or up to `beyond` pixels outside."""
         count = 0
         for box, size in boxes:
             x1, y1, x2, y2 = self.pixels(box, size)
-            count += x1 < x2 <= size[0] + 1 and y1 < y2 <= size[1] + 1
+            count += x1 <= x2 <= size[0] + beyond and y1 <= y2 <= size[1] + beyond
         return count
 
 

@@ -94,7 +94,8 @@ def _require_plausible(
     known = [(box, size) for box, size in boxes if size is not None]
     orders: tuple[Corners, Corners] = ("xywh", "xyxy")
     outside, outside_as_corners = (
-        len(known) - Reading(scale or "pixels", order).count_inside(known) for order in orders
+        len(known) - Reading(scale or "pixels", order).count_inside(known, beyond=1)
+        for order in orders
     )
     fits_as_corners = outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known)
     if corners is None and fits_as_corners:

@@ -1,7 +1,5 @@
-"""Other formats than the data file: detection, reading, writing.
+"""Other formats than the data file: reading and writing.
 
-detect_format    returns the format of a file or folder by its content
-require_jsonl    refuses a file of another format
 read_other       a file or folder -> `Source`
 write_other      a data file -> a file or folder
 """

@@ -207,7 +207,9 @@ def plan_launch(
     visible = visible_gpus(environment) if options.device == "gpu" else []
     split = errors.of(lambda: split_devices(options, len(servers_of_config), size, visible))
     addresses = errors.of(lambda: addresses_here(servers_of_config))
-    launched = alone | {"WORLD_SIZE": str(split.processes if split else 1)}
+    # Also if the split has faults: no process is counted as missing because of them.
+    processes = split.processes if split else len((options.train_gpus or "").split(","))
+    launched = alone | {"WORLD_SIZE": str(processes)}
     inputs = errors.of(lambda: check_inputs(config, launched))
     if split is not None:  # each process has a request in every decoded batch (DIST-04)
         on_cpu = int(_number(own, "replicas", 1)) * size

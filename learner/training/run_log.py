@@ -197,7 +197,10 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
         return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
 
     return [
-        Tracker(name, tensorboard if name == "tensorboard" else partial(_other_tracker, name))
+        # Each of its own class: transformers warns about two callbacks of one.
+        type(name, (GuardedTracker,), {})(
+            name, tensorboard if name == "tensorboard" else partial(_other_tracker, name)
+        )
         for name in training.trackers
     ]
 
@@ -208,7 +211,7 @@ def _other_tracker(name: str) -> TrainerCallback:
     return callback
 
 
-class Tracker(TrainerCallback):
+class GuardedTracker(TrainerCallback):
     """Calls the hooks of a tracker's callback, and names the tracker in their errors.
 
     An error before the first step ends the run. Later the first error is a warning.

@@ -6,23 +6,29 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoProcessor
 from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.config import dump_mapping
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.operate.doctor import machine, servers
+from learner.models.prompts import encode_request
+from learner.operate.doctor import machine, servers, weights
 from learner.operate.doctor.findings import CheckResult, run_check
 from learner.operate.doctor.run import examine
+from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
 from learner.training.input_checks import InputChecks
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
+from shared_contracts.weights import CommunicatorReady
+from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
-from tests.unit.scripted_server import problem, scripted_server
 from tests.unit.small_run import small_config, small_mapping
 
 URL = "http://serve-0:8000"
@@ -157,6 +163,56 @@ def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected:
         servers.check_token([server.base_url], None)
         with nullcontext() if protected else pytest.raises(Caution, match="without one"):
             servers.check_token([server.base_url], "secret")
+
+
+# --- weights ----------------------------------------------------------------------------
+
+
+class ScriptedPusher:
+    """Notes its calls."""
+
+    def __init__(self, calls: list[object]) -> None:
+        self._calls = calls
+
+    def connect(self) -> CommunicatorReady:
+        return CommunicatorReady(
+            weights_version=4, world_size=2, transport="gloo", server_epoch="a-0", dtype="float32"
+        )
+
+    def push(self, version: int) -> None:
+        self._calls.append(f"push {version}")
+
+    def close(self) -> None:
+        self._calls.append("close")
+
+
+@pytest.mark.req("SYNC-06")
+def test_push_fails_if_the_server_answers_with_other_weights(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripted server is certain of every token, and the toy model of none."""
+    processor = AutoProcessor.from_pretrained(config.model.model)
+    calls: list[object] = []
+
+    class Client(RolloutClient):
+        def infer(self, call: InferCall, *_: Any) -> list[RolloutEnvelope]:
+            calls.append(call.expected_weights_version)
+            prompts = [encode_request(processor, each).ids.tolist() for each in call.infer_requests]
+            envelopes = [envelope([1, 2], prompt) for prompt in prompts]
+            for each in envelopes:
+                each.response.choices[0].logprobs = ChoiceLogprobs.of([0.0, 0.0])
+            return envelopes
+
+    monkeypatch.setattr(weights, "WeightPusher", lambda *_: ScriptedPusher(calls))
+    address = {"base_url": URL, "group_port": 1}
+    server = {"mode": "server", "server": {"servers": [address]}}
+    vllm = config.rollout_matching.vllm.model_validate(server)
+    rollout = config.rollout_matching.model_copy(update={"vllm": vllm})
+    with pytest.raises(RunError, match="does not compute with the weights that were pushed"):
+        weights.push_checkpoint(
+            config.model_copy(update={"rollout_matching": rollout}), [Client(URL)]
+        )
+    assert calls == [None, "push 5", 5, "close"]
 
 
 # --- the whole --------------------------------------------------------------------------

@@ -178,6 +178,16 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_a_list_of_gpus_with_a_fault_counts_as_many_processes(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    config = config_of(toy_checkpoint, toy_data, tmp_path, training={"data_parallel": "fsdp2"})
+    with refused() as found:
+        plan_launch(FILE, config, gpus("0", "1", train="2,x"), {})
+    assert [where for where, _ in found] == ["--train-gpus"]
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_faults_of_every_kind_are_reported_together(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
