@@ -6,20 +6,26 @@ pipelined    a channel-B step whose chunks are rolled out while others are learn
              longer of the two alone; a step that does one after the other is reported beside it
 in_parts     a channel-B step of a shipped profile (32 samples, all decoded at once, answers of
              lognormal length) over the longer of its longest answer and its learning
+real         the same in real runs of the toy, with its learner and a vLLM server on a core each
 servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
              are; CPU time of the learner per request
 
-The servers are a program of their own that answers over HTTP after a fixed time; a forward and
-backward of the learner waits a fixed time, as a GPU would have it wait. Everything between is
-the product's own. Prints the table of docs/evidence.md.
+Except in `real`, the servers are a program of their own that answers over HTTP after a fixed time,
+and a forward and backward of the learner waits a fixed time, as a GPU would have it wait.
+Everything between is the product's own. Prints the table of docs/evidence.md.
 """
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
+from rich.console import Console
 
 from benchmarks.command import Bench, run
 from benchmarks.fixed_engines import (
@@ -37,11 +43,17 @@ from benchmarks.results import Result, median_of
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
+from learner.data.toy import make_data
+from learner.models.toy import make_model
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.training.input_checks import check_inputs, generates
 from learner.training.recipes import Recipe
+from learner.training.server_checks import reach_servers
 from learner.training.step import StepRunner
+from learner.training.train import train
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -49,6 +61,7 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
 IN_PARTS_GOAL = 1.8
+REAL_GOAL = 1.4
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
 # A step of the pipeline: so many chunks, each of them so long on either side.
@@ -56,6 +69,10 @@ CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
 # A step of a shipped profile: its batch, and answers of which few are long.
 BATCH, ANSWER_S, ANSWER_SIGMA = 32, 1.0, 0.5
 SEQUENCES = 64
+# The real runs: steps of the warm-up, and of each run.
+WARM_STEPS, REAL_STEPS = 120, 25
+SERVER_START_S = 600.0
+NOWHERE = "http://127.0.0.1:1"
 # So many slices of `SEQUENCES` for every server, each as long as 300 tokens of 20 ms.
 SLICES, SLICE_S = 2, 6.0
 
@@ -129,6 +146,66 @@ def _config() -> Config:
     return parse_config(merge(load_mapping(CONFIG), every_step))
 
 
+def real(bench: Bench) -> list[Result]:
+    """Channel-B steps of a model that has learned to answer; their pushes are left out."""
+    torch.set_num_threads(1)
+    folder = bench.folder / "real"
+    data = make_data(folder / "data", train=1024, val=1, seed=0)
+    make_model(folder / "toy", seed=0)
+
+    def config(name: str, model: Path, base_url: str, **sections: Any) -> Config:
+        (group_port,) = free_ports(1)
+        server = {"servers": [{"base_url": base_url, "group_port": group_port}]}
+        own = {
+            "model": {"model": str(model)},
+            "data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": None},
+            "training": {"output_dir": str(folder / name)},
+            "rollout_matching": {"vllm": {"server": server}},
+        }
+        return parse_config(merge(merge(load_mapping(CONFIG), own), sections))
+
+    def trained(run: Config) -> Path:
+        clients = reach_servers(run) if generates(run) else []
+        return train(run, check_inputs(run), clients, Console(quiet=True))
+
+    steps = {"max_steps": WARM_STEPS, "save_steps": WARM_STEPS}
+    warm = trained(config("warm", folder / "toy", NOWHERE, training=steps))
+    model = warm / f"checkpoint-{WARM_STEPS}"
+    options = ["--model", str(model), "--device", "cpu", "--dtype", "float32"]
+    options += ["--allowed-media-dir", str(folder), "--max-num-seqs", str(SEQUENCES)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    results = []
+    with ServerProcess(options, folder / "server.log", environment=environment) as server:
+        server.wait_until_healthy(SERVER_START_S)
+        for at_once, goal in ((BATCH // 4, REAL_GOAL), (SEQUENCES, IN_PARTS_GOAL)):
+            run = trained(
+                config(
+                    f"{at_once} at once",
+                    model,
+                    server.base_url,
+                    training={"max_steps": REAL_STEPS, "save_strategy": "no"},
+                    stage2_ab={"schedule": {"b_ratio": 1.0}},
+                    rollout_matching={"decode_batch_size": at_once},
+                )
+            )
+            name = f"step of a real run, {min(at_once, BATCH)} of {BATCH} answers decoded at once"
+            results.append(_overlap(f"{name}, over the longer side", run, goal))
+    return results
+
+
+def _overlap(name: str, run: Path, goal: float) -> Result:
+    """How long the steps of a run took; its first one is left out."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    steps = [line for line in lines if "loss" in line][1:]
+    overlapped, sequential = list[float](), list[float]()
+    for step in steps:
+        answers, learning = step["time/rollout_s"], step["time/learn_s"] + step["time/target_s"]
+        overlapped.append((step["time/step_s"] - step["time/push_s"]) / max(answers, learning))
+        sequential.append((answers + learning) / max(answers, learning))
+    detail = f"{len(steps)} steps; one after the other: {statistics.median(sequential):.2f}"
+    return median_of(name, overlapped, goal, at_least=False, detail=detail)
+
+
 def servers(bench: Bench) -> list[Result]:
     rates: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8)}
     cpu_ms: dict[int, list[float]] = {count: [] for count in rates}
@@ -159,7 +236,7 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-PARTS = {"pipelined": pipelined, "in_parts": in_parts, "servers": servers}
+PARTS = {"pipelined": pipelined, "in_parts": in_parts, "real": real, "servers": servers}
 
 
 if __name__ == "__main__":
