@@ -179,7 +179,7 @@ def lock_folder(folder: Path, *, shared: bool = False) -> Iterator[None]:
     with ExitStack() as opened:
         try:
             flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT  # NFS locks what it can write
-            descriptor = os.open(folder / LOCK, flags)
+            descriptor = os.open(folder / LOCK, flags, 0o666)
             opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
