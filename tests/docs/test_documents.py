@@ -30,6 +30,7 @@ RUNS = re.compile(
 # The programs see no GPU with any value of this variable.
 SAME = re.compile(r"^CUDA_VISIBLE_DEVICES=\S+ |--config ")
 COMMANDS = sorted({c for b in SHELL for each in b.commands if RUNS.match(c := SAME.sub("", each))})
+FOR_GPUS = re.compile(r"(rollout-server serve|learner launch) (?!.*ray ).*gpus ")
 TRANSCRIPTS = [block for block in blocks("") if block.text.startswith("$ ")]
 
 
@@ -54,6 +55,21 @@ def test_a_documented_command_succeeds(command: str, world: World) -> None:
     assert "Traceback" not in printed
     if command.startswith("curl"):
         assert "urn:rollmatch:" not in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.req("SRV-04")
+@pytest.mark.parametrize(
+    "command", sorted({c for block in SHELL for c in block.commands if FOR_GPUS.match(c)})
+)
+def test_a_documented_command_for_gpus_lacks_nothing_else(command: str, world: World) -> None:
+    """It is refused for them, for the token of the page, or as the server of `world` runs."""
+    code, printed = world.run(command)
+    assert code == 2, printed
+    faults = re.findall(r"^error: (.*)$", printed, re.MULTILINE)
+    assert faults, printed
+    lacking = re.compile(r"(--)?(gpus|server-gpus|train-gpus|device|host)|\S+\.servers\[0\]\.base_url")
+    assert all(map(lacking.fullmatch, faults)), printed
 
 
 @pytest.mark.slow

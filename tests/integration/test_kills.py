@@ -199,7 +199,7 @@ def test_an_asynchronous_run_that_is_killed_trains_on_every_share_once(world: Wo
         [world.spare],
         stage2_ab={"schedule": {"b_ratio": 0.75}},
         rollout_matching={
-            "max_new_tokens": 32,
+            "max_new_tokens": 8,
             "vllm": {"sync": {"mode": "full"}},
             "async_rollout": {"enabled": True, "version_window": window},
         },

@@ -94,6 +94,7 @@ def install(patch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
 
     At the end, what waits in NCCL fails.
     """
+    import learner.rollout.parallel_calls as threads
     import learner.rollout.sync.group as sender
     import rollout_server.engines.vllm.push_engine as receiver
 
@@ -108,7 +109,7 @@ def install(patch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
     faked = {"device": lambda *_: torch.zeros(0).device, "cuda": SimpleNamespace(**cuda)}
     faked["accelerator"] = SimpleNamespace(set_device_index=set_device)
     patch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl)
-    for module in (sender, receiver):
+    for module in (threads, sender, receiver):
         patch.setattr(module, "torch", SimpleNamespace(**vars(torch) | faked))
     yield Nccl
     Nccl.over.set()

@@ -61,6 +61,9 @@ def built(index: int) -> Any:
     return engine
 
 
+PHASES = "init_communicator", "start_weight_update", "update_weights", "finish_weight_update"
+
+
 class Server:
     """The pushes of a server with two engines; one that was given up is built again."""
 
@@ -87,10 +90,8 @@ class Server:
 
         client: Any = SimpleNamespace(base_url="http://127.0.0.1:1", timeout_s=timeout_s)
         client.world_size = lambda: 2
-        client.init_communicator = partial(call, "init_communicator")
-        client.start_weight_update = partial(call, "start")
-        client.update_weights = partial(call, "update")
-        client.finish_weight_update = partial(call, "finish")
+        for phase in PHASES:
+            setattr(client, phase, partial(call, phase))
         (port,) = free_ports(1)
         mode = SyncMode.of(MODEL, "full", fallback_to_full=True)
         return WeightPusher(client, port, mode, "nccl", bucket_bytes=1000)
