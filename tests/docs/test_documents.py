@@ -68,7 +68,7 @@ def test_a_documented_command_for_gpus_lacks_nothing_else(command: str, world: W
     assert code == 2, printed
     faults = re.findall(r"^error: (.*)$", printed, re.MULTILINE)
     assert faults, printed
-    lacking = re.compile(r"(--)?(gpus|server-gpus|train-gpus|device|host)|\S+\.servers\[0\]\.base_url")
+    lacking = re.compile(r"(--)?(gpus|server-gpus|train-gpus|device|host)|\S+\[0\]\.base_url")
     assert all(map(lacking.fullmatch, faults)), printed
 
 
