@@ -16,7 +16,7 @@ CONFIG_VARIABLE = "ROLLMATCH_CONFIG"
 # Name of the adapter's model type, template, tuner and data set in the tables of ms-swift.
 NAME = "rollmatch"
 
-# Options whose value is `NAME`, those with other values, and the ones that the run does not read.
+# Options with the value `NAME`, with other values, and without an effect on the run.
 _SELECTORS = ("--model_type", "--tuner_type", "--dataset")
 _PATHS = ("--model", "--output_dir")
 _OWN = ("--external_plugins", "--add_version")

@@ -167,7 +167,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise ContractErrors for every tracker whose callback of transformers cannot be made here.
+    """Raise ContractErrors for each tracker for which transformers cannot make a callback here.
 
     The callback checks that its packages are installed. TensorBoard is a dependency of this one.
     """

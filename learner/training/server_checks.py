@@ -129,7 +129,7 @@ class ServerChecks:
         return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# Most samples whose images a server reads before the run, one of each folder; most in one call.
+# A server reads an image of so many folders at most, and so many images in one call.
 _FOLDERS, _AT_ONCE = 32, 4
 
 

@@ -295,7 +295,7 @@ class Pushes:
     ) -> AsyncIterator[asyncio.Timeout]:
         """Limit the time of a block, and convert its errors to problems.
 
-        attempt: of the block's owner, whose successor is named if it ended the block.
+        attempt: of the owner. If a newer owner ended the block, the problem names that one.
         """
         try:
             async with asyncio.timeout(limit_s + WORKER_MARGIN_S) as limit:

@@ -18,7 +18,7 @@ ASKING = ("grafana/dashboards/rollout-server.json", "prometheus/alerts.yml")
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    """Of a server whose engines have not started."""
+    """A client of a server whose engines have not started."""
     app = create_app(Pool(ServerSettings(model=Path("/m"), device="cpu", replicas=1)))
     return TestClient(app, base_url="http://127.0.0.1")
 

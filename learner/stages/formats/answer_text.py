@@ -127,8 +127,8 @@ class Entry:
 class Scan:
     """The entries of an answer, as its format finds them.
 
-    open_at, close_at: the characters that open and close the answer, None until they come; an
-        answer that needs no opening has it at -1.
+    open_at, close_at: places of the characters that open and close the answer; None: not found.
+        `open_at` is -1 in a format without an opening.
     entries: those that have ended, in order. unfinished: the one in which the answer ended.
     unpaired: an object stands in brackets, or a bracket between objects closes none.
     """
