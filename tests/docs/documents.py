@@ -101,6 +101,13 @@ class World:
         (self.folder / name).write_text(dump_mapping(mapping))
 
 
+def start_server(folder: Path, command: str, log: str) -> ServerProcess:
+    """Start a documented server on the files of `folder`, with a small cache."""
+    command = re.sub(r"CHECKPOINT|\w+\.yaml", lambda name: f"{folder}/{name[0]}", command)
+    options = command.replace("/data/images", str(folder)).split()[2:]
+    return ServerProcess([*options, "--kv-cache-gib", "0.125"], folder / log)
+
+
 @contextmanager
 def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Iterator[World]:
     """serve: the documented command of the server."""
@@ -108,8 +115,7 @@ def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Itera
     (folder / "configs").symlink_to(ROOT / "configs")
     Image.new("RGB", (64, 64), (90, 120, 30)).save(folder / "cat.png")
     make_faulty(make_data(folder / "toy", train=200, val=20, seed=0))
-    options = serve.replace("CHECKPOINT", str(model)).replace("/data/images", str(folder)).split()
-    server = ServerProcess([*options[2:], "--kv-cache-gib", "0.125"], folder / "server.log")
+    server = start_server(folder, serve, "server.log")
     world = World(folder, server.base_url, nursery)
     try:
         (folder / "my_run.yaml").write_text(dump_mapping(training(server.base_url)))

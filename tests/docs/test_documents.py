@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
-from learner.config import load_mapping, merge, parse_config
+from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import make_data
+from learner.runs.run_folder import RunFolder
 from rollout_server.settings.options import ServerSettings, load_settings
-from tests.docs.documents import ROOT, Block, World, blocks, open_world
+from tests.contract.running_server import START_TIMEOUT_S
+from tests.docs.documents import (
+    LAST_STEP,
+    ROOT,
+    Block,
+    World,
+    blocks,
+    open_world,
+    start_server,
+)
 from tests.integration.ranks import Nursery
 
 SHELL = blocks("sh")
@@ -31,6 +41,8 @@ RUNS = re.compile(
 SAME = re.compile(r"^CUDA_VISIBLE_DEVICES=\S+ |--config ")
 COMMANDS = sorted({c for b in SHELL for each in b.commands if RUNS.match(c := SAME.sub("", each))})
 FOR_GPUS = re.compile(r"(rollout-server serve|learner launch) (?!.*ray ).*gpus ")
+SERVERS = re.compile(r"rollout-server serve (?!.*(ray|gpus|--port) )")
+TORCHRUN = re.compile(r"CUDA_VISIBLE_DEVICES=\S+ (torchrun --nproc.*)")
 TRANSCRIPTS = [block for block in blocks("") if block.text.startswith("$ ")]
 
 
@@ -70,6 +82,31 @@ def test_a_documented_command_for_gpus_lacks_nothing_else(command: str, world: W
     assert faults, printed
     lacking = re.compile(r"(--)?(gpus|server-gpus|train-gpus|device|host)|\S+\[0\]\.base_url")
     assert all(map(lacking.fullmatch, faults)), printed
+
+
+@pytest.mark.slow
+@pytest.mark.req("SRV-01")
+@pytest.mark.parametrize(
+    "command",
+    sorted({c for b in SHELL for c in b.commands if SERVERS.match(c) and c != SERVE}),
+)
+def test_a_documented_server_starts(command: str, world: World) -> None:
+    settings = {"model": str(world.folder / "CHECKPOINT"), "device": "cpu"}
+    (world.folder / "server.yaml").write_text(dump_mapping(settings))
+    with start_server(world.folder, command, "another.log") as server:
+        server.wait_until_healthy(START_TIMEOUT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.req("DDP-01")
+def test_the_documented_torchrun_trains(world: World) -> None:
+    world.write_config("two.yaml", training={"output_dir": "runs/two"})
+    commands = {found[1] for b in SHELL for c in b.commands if (found := TORCHRUN.match(c))}
+    (command,) = {re.sub(r"\w+\.yaml", "two.yaml", command) for command in commands}
+    code, printed = world.run(command)
+    assert code == 0, printed
+    *_, summary = RunFolder(world.folder / "runs/two").metrics()
+    assert summary["step"] == LAST_STEP
 
 
 @pytest.mark.slow
