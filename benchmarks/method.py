@@ -243,7 +243,8 @@ def main() -> None:
         "--plan",
         choices=PLANS,
         default="full",
-        help="unlabelled: annotations lack 3 of 10 objects; small: one seed and one arm in 20 "
+        help="falling: the arms' learning rate falls to zero, and 1,024 scenes decide; "
+        "unlabelled: annotations lack 3 of 10 objects; small: one seed and one arm in 20 "
         "minutes; trial: whether everything runs",
     )
     parser.add_argument("--report-only", action="store_true", help="of what has ended; run nothing")
