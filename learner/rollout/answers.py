@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError
-from shared_contracts.infer import Choice, InferCall, RequestConfig, RolloutEnvelope
+from shared_contracts.infer import InferCall, RolloutEnvelope
 
 _ENVELOPES: TypeAdapter[list[RolloutEnvelope]] = TypeAdapter(
     Annotated[list[RolloutEnvelope], Field(fail_fast=True)]
@@ -21,33 +21,12 @@ def parse_rollouts(body: bytes, call: InferCall) -> list[RolloutEnvelope]:
 
     Raises:
         ValidationError: a field breaks the wire contract.
-        ValueError: the number of envelopes differs, or requested ids or logprobs are missing.
+        ValueError: the number of envelopes differs.
     """
     envelopes, requests = _ENVELOPES.validate_json(body), call.infer_requests
     if len(envelopes) != len(requests):
         raise ValueError(f"{len(envelopes)} envelopes for {len(requests)} requests")
-    config = call.request_config or RequestConfig()
-    for index, envelope in enumerate(envelopes):
-        if config.return_details and envelope.response.prompt_token_ids is None:
-            raise ValueError(f"[{index}].response.prompt_token_ids: missing")
-        for choice in envelope.response.choices:
-            if missing := _missing(choice, config):
-                raise ValueError(f"[{index}].response.choices[{choice.index}].{missing}")
     return envelopes
-
-
-def _missing(choice: Choice, config: RequestConfig) -> str:
-    """Name what the call requested and the choice lacks; empty if it is complete."""
-    if config.return_details and choice.token_ids is None:
-        return "token_ids: missing"
-    if not config.logprobs:
-        return ""
-    if choice.logprobs is None:
-        return "logprobs: missing"
-    count, ids = len(choice.logprobs.content), choice.token_ids
-    if ids is not None and count != len(ids):
-        return f"logprobs.content: {count} numbers for {len(ids)} ids"
-    return ""
 
 
 def output_of(envelope: RolloutEnvelope) -> RolloutOutput:

@@ -7,7 +7,6 @@
       ConnectionBroken   the connection ended before the whole answer had arrived
     ProblemError         the server refused, or the answer breaks the contract
       OtherWeights       the server has other weights than the call expects (WIRE-03)
-      TooManyCalls       the server is busy
     ContractError        the token or the host name of `base_url` is refused
 
 Proxies of the environment are ignored. The token of configured servers comes from the
@@ -73,8 +72,8 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
 _CUT_SHORT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-_UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
-_TEMPORARY = (_TOO_MANY, 502, 503, 504)
+_UNAUTHORIZED, _MISDIRECTED = 401, 421
+_TEMPORARY = (429, 502, 503, 504)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
 _ANY_ADDRESS = "0.0.0.0"
@@ -97,14 +96,6 @@ class OtherWeights(ProblemError):
             f"{super().__str__()}. If the server was not restarted, another learner pushes "
             "to it: stop that learner, then start this run again"
         )
-
-
-class TooManyCalls(ProblemError):
-    """A refusal: the server is busy. retry_after_s: seconds of its `Retry-After`, if any."""
-
-    def __init__(self, problem: Problem, retry_after_s: float | None) -> None:
-        super().__init__(problem)
-        self.retry_after_s = retry_after_s
 
 
 SERVER_ERRORS = (ServerUnreachable, ProblemError)
@@ -390,9 +381,6 @@ class RolloutClient:
             problem = _foreign(response, where, _excerpt(content))
         if response.status_code == _MISDIRECTED:
             return ContractError(where, problem.detail, self._address_advice())
-        if response.status_code == _TOO_MANY:
-            pause = response.headers.get("Retry-After", "")
-            return TooManyCalls(problem, float(pause) if pause.isdecimal() else None)
         return (OtherWeights if problem.kind == "other-weights" else ProblemError)(problem)
 
     def _token_refused(self, where: str) -> ContractError:

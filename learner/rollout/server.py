@@ -6,14 +6,12 @@ usable --- an answer fails for good, or shows another epoch ---> lost
 """
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 from tenacity import (
-    RetryCallState,
     Retrying,
     retry_if_exception,
     stop_after_attempt,
@@ -26,7 +24,6 @@ from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
-    TooManyCalls,
     may_be_of_a_proxy,
     may_pass,
     needs_push,
@@ -46,8 +43,6 @@ Differences = Callable[[str, Info], Iterable[ContractError]]
 # Of one call at one server, before the server is lost.
 ATTEMPTS = 4
 _BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
-_LONGEST_PAUSE_S = 60.0
-_JITTER = random.Random()  # the global generator belongs to the training
 _PROXY = (
     ". If every attempt ends after the same time, a proxy ends long calls: raise its read timeout; "
     "or lower rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "
@@ -55,9 +50,6 @@ _PROXY = (
 )
 # Samples that an error names.
 _NAMED = 5
-# Pause after a failed repeated push: doubled each time.
-FIRST_REST_S = 5.0
-_LONGEST_REST_S = 300.0
 _REFUSED = 422
 _RESTARTED = "the server or one of its replicas was restarted"
 
@@ -84,12 +76,10 @@ class Server:
     url: its name in logs. world_size: its engine workers. dtype: of its weights.
     epoch: of its process and replicas, when it was used last.
     lost: the reason; None: it is usable.
-    unproven: it was pushed to again, or missed a proof of effect, and no proof followed.
     problem: the kind of problem that the newest check of a lost server found, or empty.
     """
 
     dtype: DtypeName = "float32"
-    unproven = False
 
     def __init__(
         self,
@@ -109,7 +99,6 @@ class Server:
         self._pusher = pusher
         self._differences = differences
         self._clock = clock
-        self._rest_s = self._rests_until = 0.0
         self._losing = threading.Lock()
 
     def close(self) -> None:
@@ -134,7 +123,7 @@ class Server:
         retrying = Retrying(
             retry=retry_if_exception(may_pass),
             stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(given_up),
-            wait=_pause_s,
+            wait=_BACKOFF,
             sleep=self._clock.sleep,
             reraise=True,
         )
@@ -189,12 +178,10 @@ class Server:
     def ask(self, call: InferCall) -> list[RolloutEnvelope]:
         """Return the answers to the call of a proof, or nothing if the server is lost by it."""
         try:
-            answers = self._client.infer(call, self.epoch)
+            return self._client.infer(call, self.epoch)
         except SERVER_ERRORS as error:
             self.lose(str(error))
             return []
-        self.unproven = False
-        return answers
 
     # --- lost and usable again
 
@@ -306,14 +293,8 @@ class Server:
         self.dtype, self.epoch = ready.dtype, ready.server_epoch
         return ready.weights_version
 
-    def rests(self) -> bool:
-        """Return whether a repeated push failed so recently that none is tried yet."""
-        return self._clock() < self._rests_until
-
     def push(self, version: int, *, again: bool = False) -> RunError | None:
-        """Make `version` its weights and use it. If that fails, it is lost.
-
-        again: it was lost. After a failure it `rests`, longer every time.
+        """Make `version` its weights and use it. If that fails, it is lost. again: it was lost.
 
         Returns the error. Raises what would fail again: ContractError where another learner owns
         the server, RunError where the server refused the weights.
@@ -329,29 +310,15 @@ class Server:
             cause = error.__cause__
             if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
                 raise
-            if again:
-                self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-                self._rests_until = self._clock() + self._rest_s
             self.lose(str(error))
             return error
-        self._rest_s = self._rests_until = 0.0
         self.adopt_push(report, again)
         return None
 
     def adopt_push(self, report: SyncReport, again: bool = False) -> None:
         """Log a push that succeeded, and use the server."""
         self._journal.push(self.url, again, report)
-        self.unproven = self.unproven or again
         self._use(report.status.server_epoch)
-
-
-def _pause_s(state: RetryCallState) -> float:
-    """Return the pause: longer after every attempt, and at least `Retry-After`."""
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    least_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
-    pause_s = max(_BACKOFF(state), min(least_s or 0.0, _LONGEST_PAUSE_S))
-    return pause_s * _JITTER.uniform(1.0, 1.5)
 
 
 def _named(problem: Problem, call: InferCall) -> Problem:

@@ -46,17 +46,14 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
-from shared_contracts.errors import ContractError, RunError
+from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
-from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
+from shared_contracts.weights import DtypeName
 
 T = TypeVar("T")
 # Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
 Answers = list[tuple[str, DtypeName, list[str]]]
 
-# `repush_restarted` takes at most one part in so many of the time: checking a server that is cut
-# off takes seconds.
-_CHECKED_FRACTION = 6
 # Longer than any engine takes to be built again.
 LONGEST_WAIT_S = 1800.0
 # Requests that fail so often, at servers that come back for a time, end the run.
@@ -67,8 +64,7 @@ class ServerPool(RolloutBackend):
     """A backend that spreads rollouts over servers and keeps their order and seeds.
 
     After a push every answer must be of these weights. A lost server is left out. It is checked
-    before every push and rollout, less and less often if it cannot take pushes. If no server is
-    usable, the pool waits for one.
+    before every push and rollout. If no server is usable, the pool waits for one.
 
     clients: one per server, in the order of `servers[]`.
     pushers: one per server in process 0, and none in the others.
@@ -120,7 +116,6 @@ class ServerPool(RolloutBackend):
         self._decode_batch_size = decode_batch_size
         self._dispatches: set[Dispatch] = set()
         self._pushing = threading.Lock()  # one thread at a time pushes
-        self._no_check_until = 0.0
 
     def close(self) -> None:
         """Give up running requests of all threads, and leave the servers."""
@@ -183,20 +178,15 @@ class ServerPool(RolloutBackend):
             f"one to come back or to start. {self.reasons()}"
         )
 
-    def _due(self) -> list[Server]:
-        """Return the lost servers; those that rest only if no server is usable."""
-        lost = [server for server in self.servers if server.lost is not None]
-        if len(lost) == len(self.servers):
-            return lost
-        return [server for server in lost if not server.rests()]
+    def _lost(self) -> list[Server]:
+        return [server for server in self.servers if server.lost is not None]
 
     # --- pushes
 
     def connect(self) -> int:
         """Form the weight group with every server; return their newest weights version.
 
-        Every process calls it. Raises ContractError if the versions of the servers are too far
-        apart for a common next push.
+        Every process calls it.
         """
         self.version.newest, self._dtype = self._by_leader(self._connect)
         return self.version.newest
@@ -206,14 +196,7 @@ class ServerPool(RolloutBackend):
 
         Servers of several dtypes get weights that are gathered in float32, and cast for each.
         """
-        versions = in_parallel([server.connect for server in self.servers])
-        newest, oldest = max(versions), min(versions)
-        if newest - oldest > MOST_VERSION_STEP:  # the others would refuse the next push
-            raise ContractError(
-                f"POST {self.servers[versions.index(newest)].url}/init_communicator/",
-                f"weights_version is {newest}, and another server of the run has {oldest}",
-                "Restart that server, or remove it from rollout_matching.vllm.server.servers",
-            )
+        newest = max(in_parallel([server.connect for server in self.servers]))
         dtypes = {server.dtype for server in self.servers}
         return newest, dtypes.pop() if len(dtypes) == 1 else "float32"
 
@@ -262,7 +245,7 @@ class ServerPool(RolloutBackend):
         def push() -> list[Server | RunError]:
             """Push to each server that can take it; return those that did, and the errors."""
             calls = [partial(server.push, version) for server in self.usable()]
-            calls += [partial(server.restore, version, push=True) for server in self._due()]
+            calls += [partial(server.restore, version, push=True) for server in self._lost()]
             errors = [error for error in in_parallel(calls) if error is not None]
             return [*self.usable(), *errors]
 
@@ -278,13 +261,9 @@ class ServerPool(RolloutBackend):
 
     def _ask(self, version: int) -> Answers:
         """Have every usable server answer the prompts of a proof, if one is due."""
-        servers = self.usable()
-        unproven = any(server.unproven for server in servers)
-        if self._proof is None or not self._proof.is_due(unproven):
+        if self._proof is None or not self._proof.is_due():
             return []
-        for server in self.servers:
-            server.unproven = True
-        call = probe_call(version)
+        servers, call = self.usable(), probe_call(version)
         answers = in_parallel([partial(server.ask, call) for server in servers])
         return [
             (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
@@ -315,14 +294,11 @@ class ServerPool(RolloutBackend):
         """
         if not self._is_leader or self.version.pushed is None:
             return
-        if self.clock() < self._no_check_until or not self._pushing.acquire(blocking=False):
+        if not self._pushing.acquire(blocking=False):
             return
         try:
-            began = self.clock()
             in_parallel([server.check for server in self.usable()])
-            checked_s = self.clock() - began
             self._restore(push=True)
-            self._no_check_until = self.clock() + _CHECKED_FRACTION * checked_s
         finally:
             self._pushing.release()
 
@@ -402,7 +378,7 @@ class ServerPool(RolloutBackend):
 
     def _restore(self, *, push: bool) -> None:
         version = self.version.pushed
-        in_parallel([partial(server.restore, version, push=push) for server in self._due()])
+        in_parallel([partial(server.restore, version, push=push) for server in self._lost()])
 
 
 class Dispatch:

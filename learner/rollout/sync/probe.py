@@ -72,15 +72,12 @@ class ProofOfEffect:
         self._verify = verify
         self._pushes = 0
 
-    def is_due(self, unproven: bool = False) -> bool:
-        """Count a push; return whether it is to be proven.
-
-        unproven: a server lacks a proof that was due.
-        """
+    def is_due(self) -> bool:
+        """Count a push; return whether it is to be proven."""
         self._pushes += 1
         if self._verify == "off":
             return False
-        return self._verify == "full" or unproven or self._pushes % SAMPLED == 1
+        return self._verify == "full" or self._pushes % SAMPLED == 1
 
     def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
         """Return the mean |engine - trainer| of the log-probabilities of all answers, in nats.
