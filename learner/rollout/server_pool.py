@@ -44,7 +44,6 @@ from learner.rollout.parallel_calls import in_parallel, in_thread
 from learner.rollout.server import ATTEMPTS, Differences, RequestPart, Server, ServerLost
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
@@ -74,7 +73,7 @@ class ServerPool(RolloutBackend):
     peers: the learner processes, each with a pool of the same servers.
     gather: called in each process before a push if the weights are sharded; with the dtype of the
         servers' weights.
-    shared: pushes to the one server by all processes; after a failure process 0 pushes alone.
+    together: pushes to the one server by all processes; after a failure process 0 pushes alone.
     proof: decides which pushes are proven, and how; None: none is.
     clock: of pauses and waits.
     check: raises why no server comes back any more, if that is known.
@@ -93,7 +92,7 @@ class ServerPool(RolloutBackend):
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
         proof: ProofOfEffect | None = None,
-        shared: SharedPush | None = None,
+        together: WeightPusher | None = None,
         clock: Clock = CLOCK,
         check: Callable[[], object] = lambda: None,
         least_wait_s: float = 0.0,
@@ -106,7 +105,7 @@ class ServerPool(RolloutBackend):
         self._dtype: DtypeName = "float32"
         self._gather = gather
         self._proof = proof
-        self._shared = shared
+        self._together = together
         self._is_leader = peers.rank == 0
         own = pushers if self._is_leader else [None] * len(clients)
         self.servers = [
@@ -121,8 +120,8 @@ class ServerPool(RolloutBackend):
         """Give up running requests of all threads, and leave the servers."""
         for dispatch in tuple(self._dispatches):
             dispatch.given_up.set()
-        if self._shared is not None:
-            self._shared.close()
+        if self._together is not None:
+            self._together.close()
         for server in self.servers:
             server.close()
 
@@ -214,7 +213,7 @@ class ServerPool(RolloutBackend):
     def push_and_ask(self, version: int) -> Answers:
         """Push as `push_weights`; return the answers for `prove`, of each usable server if due."""
         self.peers.all_gather(lambda: None)  # every process has its answers of the old weights
-        if not self._push_shared(version):
+        if not self._push_together(version):
             if self._gather is not None:
                 self._gather(self._dtype)
             self.version.record(self._by_leader(partial(self._push, version)))
@@ -224,15 +223,15 @@ class ServerPool(RolloutBackend):
             self.journal.probe(self.clock() - began)
         return answers
 
-    def _push_shared(self, version: int) -> bool:
+    def _push_together(self, version: int) -> bool:
         """Push by all processes; return whether that was possible."""
-        if self._shared is None:
+        if self._together is None:
             return False
         if broadcast_from_rank0(self.peers, lambda: not self.usable()):
             return False
         (server,) = self.servers
         try:
-            report = self._shared.push(version, self._dtype)
+            report = self._together.push_together(version, self._dtype)
         except RunError as error:
             if self._is_leader:
                 server.lose(str(error))

@@ -31,8 +31,7 @@ from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.shared_push import SharedPush
-from learner.rollout.sync.weights import GatheredWeights, MergedWeights, SyncMode
+from learner.rollout.sync.weights import GatheredWeights, SyncMode
 from learner.runs.atomic_files import publish_text
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.server_checks import differences
@@ -118,17 +117,12 @@ def _over_servers(
     together = config.rollout_matching.backend == "colocate" and peers.count > 1
     transport = transport_of(config)
     bucket_bytes = bucket_bytes_of(config, transport)
-    # Process 0 alone cannot share the memory of its GPU with the workers on the other ones.
-    alone: Transport = "gloo" if together else transport
+    pushing = peers if together else SINGLE_PROCESS
     pushers = [
-        WeightPusher(client, entry.group_port, mode, alone, bucket_bytes)
+        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, pushing)
         for client, entry in zip(clients, servers, strict=True)
-        if peers.rank == 0
+        if peers.rank == 0 or together
     ]
-    shared = None
-    if together:
-        whole = gathered or MergedWeights(loaded.model)
-        shared = SharedPush(peers, pushers[0] if pushers else None, whole, transport)
     backend = ServerPool(
         clients,
         pushers,
@@ -138,7 +132,7 @@ def _over_servers(
         peers=peers,
         gather=None if gathered is None else gathered.gather,
         proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
-        shared=shared,
+        together=pushers[0] if together else None,
         check=own.check if own else lambda: None,
         least_wait_s=COLOCATED_START_S if own else 0.0,  # its port opens after imports and a merge
     )

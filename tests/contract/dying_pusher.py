@@ -51,9 +51,9 @@ class Stop:
             print(phase, flush=True)
             sys.stdin.readline()
 
-    def join(self, body: InitCommunicator, given_up: threading.Event) -> Sender:
+    def join(self, body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
         self.at("rendezvous")
-        return join_group(body, given_up)
+        return join_group(body, given_up, number)
 
 
 class StoppingClient(RolloutClient):

@@ -22,11 +22,9 @@ from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import free_ports
-from learner.rollout.sync import shared_push
 from learner.rollout.sync.group import Sender
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.shared_push import SharedPush
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
@@ -287,36 +285,32 @@ def test_every_process_sends_to_its_own_worker() -> None:
     with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
         worker, model = Worker(server), Weights()
         server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
-        weights = MergedWeights(model)
-        mode, (port,) = SyncMode(weights, None, False), free_ports(1)
-        pusher = WeightPusher(client, port, mode, "gloo", bucket_bytes=256)
+        mode, (port,) = SyncMode(MergedWeights(model), None, False), free_ports(1)
 
         def engines_end(body: object) -> Reply:
             worker.leave()
             return problem("weight-transfer-failed", "an engine is gone", "transfer")
 
         def work(peers: Peers) -> list[int]:
-            shared = SharedPush(peers, None if peers.rank else pusher, weights, "gloo")
-            versions = [shared.push(v, "bfloat16").status.weights_version for v in (1, 2)]
+            pusher = WeightPusher(client, port, mode, "gloo", 256, peers)
+            push = pusher.push_together
+            versions = [push(v, "bfloat16").status.weights_version for v in (1, 2)]
             server.routes[UPDATE] = engines_end
             with pytest.raises(RunError, match="weight sync failed"):
-                shared.push(3, "bfloat16")
+                push(3, "bfloat16")
             server.routes[UPDATE] = worker.update
             peers.all_gather(pusher.abandon)
-            versions.append(shared.push(3, "bfloat16").status.weights_version)
-            shared.close()
+            versions.append(push(3, "bfloat16").status.weights_version)
+            pusher.close()
             return versions
 
         assert [rank.result() for rank in in_ranks(2, work)] == [[1, 2, 3]] * 2
-        pusher.close()
     assert worker.groups_formed == 2
     assert worker.received.keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.req("ROLL-03", "FULL-07")
-def test_every_process_gives_up_a_group_that_the_server_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
     """Nothing opens the group, and its limit is far away."""
     left = threading.Event()
 
@@ -325,19 +319,16 @@ def test_every_process_gives_up_a_group_that_the_server_refuses(
         left.set()
         raise ConnectionAbortedError("the group was given up")
 
-    monkeypatch.setattr(shared_push, "join_group", join)
     with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
         server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
         refusal = problem("group-port-taken", "the port is taken", "port")
         server.routes["POST /init_communicator/"] = lambda _: refusal
-        weights = MergedWeights(Weights())
-        mode, (port,) = SyncMode(weights, None, False), free_ports(1)
-        pusher = WeightPusher(client, port, mode, "gloo", bucket_bytes=256)
+        mode, (port,) = SyncMode(MergedWeights(Weights()), None, False), free_ports(1)
 
         def work(peers: Peers) -> None:
-            own = None if peers.rank else pusher
+            pusher = WeightPusher(client, port, mode, "gloo", 256, peers, join)
             with pytest.raises(RunError, match="the port is taken"):
-                SharedPush(peers, own, weights, "gloo").push(1, "bfloat16")
+                pusher.push_together(1, "bfloat16")
 
         for rank in in_ranks(2, work):
             rank.result()
@@ -349,7 +340,7 @@ def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
     class Shared:
         """One for all processes; the second push breaks."""
 
-        def push(self, version: int, dtype: DtypeName) -> SyncReport:
+        def push_together(self, version: int, dtype: DtypeName) -> SyncReport:
             one = run.rollouts[0]
             if version == 2:
                 raise RunError("a worker is gone")
@@ -364,7 +355,7 @@ def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
             rank.backend.push_weights(version)
             rank.ask(2, version)
 
-    with ranks(1, shared=Shared()) as run:
+    with ranks(1, together=Shared()) as run:
         run.results(work)
         assert run.pushed() == [[2]]
 

@@ -185,9 +185,9 @@ def test_a_group_that_is_not_formed_is_named_with_the_ways_without(server: Scrip
         held[0].wait(["group/0/ready/0"])
         return problem("weight-transfer-timeout", "server: engine worker (rank 1): missing", "x")
 
-    def noting(body: InitCommunicator, given_up: threading.Event) -> Sender:
+    def noting(body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
         try:
-            return join_group(body, given_up)
+            return join_group(body, given_up, number)
         finally:
             ended.set()
 
@@ -348,30 +348,6 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
     first, _, last = [each["attempt"] for each in formed]
     assert [each["replaces"] for each in formed] == [None, first, first]
     assert [each["attempt"] for each in server.bodies(CLOSE)] == [last]
-
-
-@pytest.mark.req("SYNC-01", "SYNC-04")
-@pytest.mark.parametrize("route", [INIT, START, UPDATE, ADAPTER])
-def test_a_pusher_that_was_closed_meanwhile_forms_no_other_group(
-    server: ScriptedServer, route: str
-) -> None:
-    """As a push that was left behind in its thread."""
-    worker = Worker(server)
-    mode = SyncMode.of(adapted(), "adapter" if route == ADAPTER else "full", True)
-    works = server.routes[route]
-    with pusher_to(server, mode=mode) as pusher:
-
-        def close(body: object) -> Reply:
-            pusher.close()
-            return works(body) if route in (INIT, START) else problem("internal", "!", "x")
-
-        server.routes[route] = close
-        with pytest.raises(WeightSyncError):
-            pusher.push(version=1)
-        with pytest.raises(WeightSyncError, match="has left the group"):
-            pusher.push(version=1)
-    assert (worker.groups_formed, mode.fallback) == (int(route != ADAPTER), None)
-    assert len(server.bodies(FINISH)) == 0
 
 
 @pytest.mark.slow

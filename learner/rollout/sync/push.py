@@ -13,6 +13,9 @@
 The methods have the names of their routes, and of the methods of `rollout_server.weights.pushes`.
 Calls beside a bar run at the same time. Each phase has a deadline. A phase that breaks is reported
 with side, address and phase; the next push forms the group anew.
+
+`push_together` does the same to a colocated server (ROLL-03): process 0 makes the calls, and every
+process sends to the workers on its own GPU.
 """
 
 import logging
@@ -30,6 +33,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.sync.group import Sender, join_group
@@ -37,6 +41,7 @@ from learner.rollout.sync.weights import SyncMode
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.weights import (
     CommunicatorReady,
+    DtypeName,
     GroupCall,
     InitCommunicator,
     ParameterMeta,
@@ -51,7 +56,7 @@ Answer = TypeVar("Answer")
 T = TypeVar("T")
 Phase = Literal["reach", "rendezvous", "start", "transfer", "finish", "adapter"]
 Side = Literal["learner", "server"]
-Join = Callable[[InitCommunicator, threading.Event], Sender]
+Join = Callable[[InitCommunicator, threading.Event, int], Sender]
 
 # Added to the deadline of a phase, so that the server can answer with its own reason.
 _ANSWER_MARGIN_S = 60.0
@@ -80,7 +85,10 @@ class WeightPusher:
     Pushes are made one at a time; another thread may call `abandon` or `close` in the middle of
     one. Weights are sent from the GPU that is current in the thread that pushes.
 
-    group_port: port of the rendezvous. join: how the group is joined.
+    group_port: port of the rendezvous. peers: the processes that `push_together`; each has a
+    pusher, and that of process 0 owns the server. transport: of all of them; process 0 alone cannot
+    share the memory of its GPU with the workers on the other ones, and uses gloo.
+    join: how a group is joined.
 
     senders: number of learner processes in the group; 0: there is no group.
     """
@@ -92,9 +100,11 @@ class WeightPusher:
         mode: SyncMode,
         transport: Transport,
         bucket_bytes: int,
+        peers: Peers = SINGLE_PROCESS,
         join: Join = join_group,
     ) -> None:
         self.senders = 0
+        self._peers = peers
         self._client = client
         self._port = group_port
         self._mode = mode
@@ -105,7 +115,6 @@ class WeightPusher:
         self._ready: CommunicatorReady | None = None
         self._group: Sender | None = None
         self._attempt = ""  # of the newest call that owned the server
-        self._closed = False
 
     # --- the server and its group
 
@@ -118,15 +127,13 @@ class WeightPusher:
         """
         senders = 1 if self._mode.adapter is None else 0
         if self._ready is None or self.senders != senders:
-            self.init_communicator(self.new_group(senders, self._transport))
+            self.init_communicator(self._new_group(senders))
         assert self._ready is not None
         return self._ready
 
-    def new_group(self, senders: int, transport: Transport) -> InitCommunicator:
+    def _new_group(self, senders: int) -> InitCommunicator:
         """Return the call that forms a group with so many learner processes, or none with 0."""
         self.abandon()
-        if self._closed:
-            raise self._broken("learner", "reach", ConnectionAbortedError(_ABANDONED))
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
         workers = self._phase("reach", self._client.world_size) if senders else 0
@@ -138,7 +145,7 @@ class WeightPusher:
             attempt=uuid4().hex,
             learner=f"the learner on {socket.gethostname()} (process {os.getpid()})",
             replaces=self._attempt or None,
-            transport=transport,
+            transport=self._transport if senders == self._peers.count else "gloo",
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
@@ -149,16 +156,13 @@ class WeightPusher:
         if init.world_size == 1:
             self._ready = self._phase("reach", call)
         else:
-            join = partial(self._join_group, init, given_up)
+            join = partial(self._join_group, init, given_up, 0)
             try:
                 self._ready, self._group = self._together("rendezvous", call, join)
             finally:
                 given_up.set()
             self.senders = init.senders
         self._attempt = init.attempt
-        if self._closed:  # another thread closed it meanwhile
-            self.abandon()
-            raise self._broken("learner", "rendezvous", ConnectionAbortedError(_ABANDONED))
 
     def abandon(self) -> None:
         """Leave a lost server and its group; the next push owns it and forms the group anew."""
@@ -167,8 +171,8 @@ class WeightPusher:
             group.abandon()
 
     def close(self) -> None:
-        """Leave for good and tell the server. A push that runs breaks."""
-        owned, self._closed = self._ready is not None, True
+        """Leave the group and tell the server. A push that runs breaks."""
+        owned = self._ready is not None
         self.abandon()
         if owned:
             with suppress(ContractError, *SERVER_ERRORS):
@@ -199,13 +203,72 @@ class WeightPusher:
             except Exception as error:
                 self.abandon()
                 ends = isinstance(error, ContractError) or _is_lost_at_start(error)
-                if adapter is None or ends or self._closed:
+                if adapter is None or ends:
                     raise
                 self._mode.adapter_failed(error)
                 continue
             report.seconds["total"] = time.monotonic() - began
             self._log(version, report)
             return report
+
+    def push_together(self, version: int, dtype: DtypeName) -> SyncReport:
+        """Make `version` the weights of the server, in its type. All processes call it.
+
+        A failure in one of them is raised in all.
+        """
+        began = time.monotonic()
+        self._form_group_together()
+        parameters = self._mode.full.metadata(dtype)
+        start = partial(self.start_weight_update, version, parameters)
+        broadcast_from_rank0(self._peers, start)
+        sent = _Sent(self._mode.full.stream(dtype))
+
+        def transfer() -> None:
+            try:
+                if self._peers.rank == 0:
+                    self.update_weights(parameters, sent)
+                else:
+                    assert self._group is not None
+                    self._phase("transfer", partial(self._group.send, parameters, sent))
+            except Exception:
+                for _ in sent:  # the other processes may wait for this one to gather
+                    pass
+                raise
+
+        self._peers.all_gather(transfer)
+        finished = broadcast_from_rank0(
+            self._peers, lambda: self.finish_weight_update().model_dump(mode="json")
+        )
+        report = SyncReport.model_validate(finished)
+        report.seconds["total"] = time.monotonic() - began
+        return report
+
+    def _form_group_together(self) -> None:
+        """Form the groups of all processes, unless they are in them."""
+        peers, given_up = self._peers, threading.Event()
+
+        def needed() -> dict[str, Any] | None:
+            if self.senders == peers.count:
+                return None
+            return self._new_group(peers.count).model_dump(mode="json")
+
+        if (body := broadcast_from_rank0(peers, needed)) is None:
+            return
+        init, joining = InitCommunicator.model_validate(body), None
+        if peers.rank != 0:
+            self.abandon()
+            joining = in_thread(partial(self._join_group, init, given_up, peers.rank))
+        try:
+            broadcast_from_rank0(peers, partial(self.init_communicator, init))
+        except BaseException:  # the server will never open the group
+            given_up.set()
+            raise
+
+        def joined() -> None:
+            if joining is not None:
+                self._group = self._phase("rendezvous", joining.result)
+
+        peers.all_gather(joined)
 
     def start_weight_update(self, version: int, parameters: list[ParameterMeta]) -> None:
         """Send the manifest; the server drains and pauses."""
@@ -248,7 +311,7 @@ class WeightPusher:
             return call()
         except SERVER_ERRORS as error:
             raise self._broken("server", phase, error) from error
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's
             raise self._broken("learner", phase, error) from error
 
     def _together(
@@ -285,6 +348,21 @@ class WeightPusher:
                 "rollout_matching.vllm.server.servers",
             )
         return WeightSyncError(side, url, phase, reason)
+
+
+class _Sent:
+    """One pass of weights. A broken push is taken to its end by another thread."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self._taking = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._taking:
+            return next(self._weights)
 
 
 def _is_lost_at_start(error: Exception) -> bool:
