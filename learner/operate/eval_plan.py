@@ -82,10 +82,6 @@ def plan_evaluation(
         raise ContractError("data.val_jsonl", found, "Name a file to evaluate on")
     (file_samples,), bad = read_data(config, [file], scored, watch)
     samples = [sample for sample in file_samples if sample.sample_id not in bad]
-    if not samples:
-        first = bad[file_samples[0].sample_id]
-        found = f"none of {len(file_samples)} samples can be evaluated; first {first}"
-        raise ContractError(str(file), found, "Correct the images, or their paths")
     placement = check_backend(evaluated, os.environ)
     folder = out.absolute() if out else evaluation_folder(config.training.output_dir, scored, file)
     require_free(folder)

@@ -1,7 +1,7 @@
 """The checks of what a run needs besides servers, before a model is loaded.
 
-    processes, trackers, Hub, run folder, checkpoint, data, step
-
+    StartUp        the run and the results of its checks, also those of `server_checks`
+    input_checks   processes, trackers, Hub, run folder, checkpoint, data, step
     check_inputs   runs them for `learner train`; the first failure is raised
     check_files    cheap file checks of a config; reports all problems together
 
@@ -10,16 +10,18 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
 from learner.data.checkpoint import Checkpoint
 from learner.data.files import capped
-from learner.data.images import Watch, image_problem, inspect_header, try_inspect
+from learner.data.images import Watch
 from learner.data.jsonl import read_samples, scan
 from learner.data.order import image_faults
 from learner.data.show import watch
@@ -27,11 +29,16 @@ from learner.rollout.colocate import Placement, place
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
 from learner.training.checkpoint_checks import check_model, check_target_modules
-from learner.training.checks import Check, Waiting, require
+from learner.training.checks import Check, require
 from learner.types import Sample
 from shared_contracts.adapters import weight_files
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
+
+if TYPE_CHECKING:
+    from learner.rollout.client import RolloutClient
+    from shared_contracts.infer import RolloutEnvelope
+    from shared_contracts.server_info import Info
 
 
 @dataclass(frozen=True)
@@ -70,86 +77,41 @@ class RunInputs:
         return f"Finished at step {self.start.step}: {training.output_dir}"
 
 
-class InputChecks:
-    """All checks of a run except those of its servers, and their results.
+@dataclass
+class StartUp:
+    """A run, and the results of its start-up checks; None until the check has passed.
 
-    environment: of the training process. A result is None until its check has passed.
+    environment: of the training process. patience_s: longest wait for a server that is not ready;
+    None: `timeout_s`. samples: to which servers generate answers.
+    read: without placement, processes and start. clients, infos (by URL), envelopes: in the order
+    of the servers.
     """
 
-    def __init__(self, config: Config, environment: Mapping[str, str] = os.environ) -> None:
-        self._config = config
-        self._environment = environment
-        self._first = environment.get("RANK", "0") == "0"
-        self._has_checkpoint = False
-        self.processes: int | None = None
-        self.placement: Placement | None = None
-        self.start: Start | None = None
-        self.read: RunInputs | None = None
+    config: Config
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    patience_s: float | None = None
+    samples: Sequence[Sample] = ()
+    processes: int | None = None
+    placement: Placement | None = None
+    start: Start | None = None
+    checkpoint: Path | None = None
+    read: RunInputs | None = None
+    clients: "list[RolloutClient] | None" = None
+    infos: "dict[str, Info] | None" = None
+    envelopes: "list[list[RolloutEnvelope]] | None" = None
 
-    def checks(self) -> list[Check]:
-        return [
-            Check("processes", self._check_processes),
-            Check("trackers", self._check_trackers),
-            Check("hub", self._check_hub),
-            Check("run folder", self._check_run_folder),
-            Check("checkpoint", self._check_checkpoint),
-            Check("data", self._check_data),
-            Check("step", self._check_step),
-        ]
 
-    def inputs(self) -> RunInputs:
-        """Return the inputs of the run; call it after all checks."""
-        read = require(self.read, "data")
-        processes, start = require(self.processes, "processes"), require(self.start, "run folder")
-        return RunInputs(read.train, read.val, self.placement, processes, start, read.bad)
-
-    def _check_processes(self) -> str:
-        if generates(self._config):
-            self.placement = check_backend(self._config, self._environment)
-        processes = learner_processes(self._environment)
-        check_processes(self._config, processes)
-        check_launcher(self._environment)
-        self.processes = processes
-        return f"{processes} learner process(es)"
-
-    def _check_trackers(self) -> str:
-        check_trackers(self._config.training.report_to)
-        return ", ".join(self._config.training.report_to)
-
-    def _check_hub(self) -> str:
-        training = self._config.training
-        if not (training.push_to_hub and self._first):
-            return "nothing is pushed"
-        assert training.hub_model_id is not None, "checked with the config"
-        require_hub_access("training.push_to_hub", training.hub_model_id)
-        return f"{training.hub_model_id} can be written"
-
-    def _check_run_folder(self) -> str:
-        processes = require(self.processes, "processes")
-        self.start = start = find_start(self._config, processes)
-        resumes = f" resumes from step {start.step}" if start.goes_on else ""
-        return f"{self._config.training.output_dir}{resumes}"
-
-    def _check_checkpoint(self) -> str:
-        check_model(self._config)
-        check_target_modules(self._config)
-        self._has_checkpoint = True
-        return f"{self._config.model.model} has a tokenizer with every coordinate token"
-
-    def _check_data(self) -> str:
-        data = self._config.data
-        if not self._has_checkpoint:  # images are checked by its processor's rule
-            for file in filter(None, (data.train_jsonl, data.val_jsonl)):
-                read_samples(file, allow_poly=self._config.allow_poly)
-            raise Waiting("waits for checkpoint")
-        self.read = read = read_inputs(self._config, self._environment)
-        held_out = f", {len(read.val)} to validate on" if data.val_jsonl else ""
-        return f"{len(read.train)} samples to train on{held_out}"
-
-    def _check_step(self) -> str:
-        processes, read = require(self.processes, "processes"), require(self.read, "data")
-        check_step_budget(self._config, len(read.train), processes)
-        return f"{self._config.training.total_steps(len(read.train))} steps"
+def input_checks(run: StartUp) -> list[Check]:
+    """Return the checks of everything but servers."""
+    return [
+        Check("processes", partial(_check_processes, run)),
+        Check("trackers", partial(_check_trackers, run)),
+        Check("hub", partial(_check_hub, run)),
+        Check("run folder", partial(_check_run_folder, run)),
+        Check("checkpoint", partial(_check_checkpoint, run)),
+        Check("data", partial(_check_data, run)),
+        Check("step", partial(_check_step, run)),
+    ]
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
@@ -160,18 +122,30 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     Raises:
         ContractError: names the file, line or key.
     """
-    found = InputChecks(config, environment)
-    for check in found.checks():
+    run = StartUp(config, environment)
+    for check in input_checks(run):
         check.run()
-    return found.inputs()
+    read, start = require(run.read, "data"), require(run.start, "run folder")
+    processes = require(run.processes, "processes")
+    return replace(read, placement=run.placement, processes=processes, start=start)
 
 
-def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise ContractErrors for each tracker for which transformers cannot make a callback here.
+def _check_processes(run: StartUp) -> str:
+    if generates(run.config):
+        run.placement = check_backend(run.config, run.environment)
+    processes = learner_processes(run.environment)
+    check_processes(run.config, processes)
+    check_launcher(run.environment)
+    run.processes = processes
+    return f"{processes} learner process(es)"
 
-    The callback checks that its packages are installed. TensorBoard is a dependency of this one.
+
+def _check_trackers(run: StartUp) -> str:
+    """Make the callback of each tracker, which checks that its packages are installed.
+
+    TensorBoard is a dependency of this one.
     """
-    found = CheckErrors()
+    report_to, found = run.config.training.report_to, CheckErrors()
     for index, tracker in enumerate(report_to):
         if tracker in ("none", "tensorboard"):
             continue
@@ -185,6 +159,43 @@ def check_trackers(report_to: Sequence[str]) -> None:
             do = "Correct that, or take it out"
             found.errors.append(ContractError(f"training.report_to[{index}]", fault, do))
     found.raise_all()
+    return ", ".join(report_to)
+
+
+def _check_hub(run: StartUp) -> str:
+    training = run.config.training
+    if not (training.push_to_hub and run.environment.get("RANK", "0") == "0"):
+        return "nothing is pushed"
+    assert training.hub_model_id is not None, "checked with the config"
+    require_hub_access("training.push_to_hub", training.hub_model_id)
+    return f"{training.hub_model_id} can be written"
+
+
+def _check_run_folder(run: StartUp) -> str:
+    run.start = start = find_start(run.config, require(run.processes, "processes"))
+    resumes = f" resumes from step {start.step}" if start.goes_on else ""
+    return f"{run.config.training.output_dir}{resumes}"
+
+
+def _check_checkpoint(run: StartUp) -> str:
+    check_model(run.config)
+    check_target_modules(run.config)
+    run.checkpoint = folder = run.config.model.model
+    return f"{folder} has a tokenizer with every coordinate token"
+
+
+def _check_data(run: StartUp) -> str:
+    require(run.checkpoint, "checkpoint")  # its processor limits the images
+    run.read = read = read_inputs(run.config, run.environment)
+    run.samples = read.answered
+    held_out = f", {len(read.val)} to validate on" if run.config.data.val_jsonl else ""
+    return f"{len(read.train)} samples to train on{held_out}"
+
+
+def _check_step(run: StartUp) -> str:
+    samples = len(require(run.read, "data").train)
+    check_step_budget(run.config, samples, require(run.processes, "processes"))
+    return f"{run.config.training.total_steps(samples)} steps"
 
 
 def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
@@ -192,13 +203,6 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
     files = (config.data.train_jsonl, config.data.val_jsonl)
     shown = watch if environment.get("RANK", "0") == "0" else lambda results, _: results
     (train, val), bad = read_data(config, files, config.model.model, shown)
-    for key, samples in (("train_jsonl", train), ("val_jsonl", val)):
-        if samples and all(sample.sample_id in bad for sample in samples):
-            raise ContractError(
-                f"data.{key}",
-                f"none of {len(samples)} samples can be used; first {bad[samples[0].sample_id]}",
-                "Correct the images, or their paths",
-            )
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 
 
@@ -209,13 +213,17 @@ def read_data(
 
     checkpoint: its processor, or that of an adapter's base, limits the images.
 
-    Raises ContractErrors for faults of a file, and, unless `data.on_bad_sample` is skip, for bad
-    samples.
+    Raises ContractErrors for faults of a file, for a file of bad samples alone, and, unless
+    `data.on_bad_sample` is skip, for bad samples.
     """
     samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
     bad = image_faults(list(chain(*samples)), Checkpoint(checkpoint).image_rule, shown)
     if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
+    for file, own in zip(files, samples, strict=True):
+        if own and all(sample.sample_id in bad for sample in own):
+            found = f"none of {len(own)} samples can be used; first {bad[own[0].sample_id]}"
+            raise ContractError(str(file), found, "Correct the images, or their paths")
     return samples, bad
 
 
@@ -321,20 +329,12 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
             "Lower it, or give more data",
         )
     batch = training.effective_batch_size // processes * config.answers_per_sample
-    queue = config.rollout_matching.async_rollout
-    if queue.enabled and not training.packing and batch > queue.queue_limit:
-        # With packing, the number of packs of a rank batch is not known here.
-        raise ContractError(
-            "rollout_matching.async_rollout.queue_limit",
-            f"{queue.queue_limit} packs cannot hold the {batch} that each process trains on in "
-            "a step without packing",
-            f"Raise it to at least {batch}, or lower training.effective_batch_size",
-        )
-    if training.packing:
-        from learner.stages.packing.plan import binpacking_module  # numpy
+    if not training.packing:
+        return
+    from learner.stages.packing.plan import binpacking_module  # numpy
 
-        binpacking_module()
-    if training.packing and training.packing_buffer < batch:
+    binpacking_module()
+    if training.packing_buffer < batch:
         raise ContractError(
             "training.packing_buffer",
             f"{training.packing_buffer} segments cannot hold the {batch} of a step",
@@ -347,27 +347,19 @@ def check_files(config: Config) -> list[ContractError]:
 
     Folders, the checkpoint's tokenizer and module names, the first sample of each data file.
     """
-    data = config.data
-    found = CheckErrors()
-    found.of(lambda: require_run_folder(config))
-    found.of(lambda: check_model(config))
-    found.of(lambda: check_target_modules(config))
-    found.of(lambda: _check_first_sample("data.train_jsonl", data.train_jsonl, config.allow_poly))
-    if (val := data.val_jsonl) is not None:
-        found.of(lambda: _check_first_sample("data.val_jsonl", val, config.allow_poly))
+    found, data = CheckErrors(), config.data
+    for check in (require_run_folder, check_model, check_target_modules):
+        found.of(partial(check, config))
+    for key, file in (("data.train_jsonl", data.train_jsonl), ("data.val_jsonl", data.val_jsonl)):
+        if file is not None:
+            found.of(partial(_check_first_sample, key, file, config.allow_poly))
     return found.errors
 
 
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
-    """Raise ContractErrors about `key` if the first sample of a file, or its images, are bad."""
+    """Raise ContractErrors about `key` if the first sample of a file is bad."""
     try:
-        line = next(scan(file, allow_poly=allow_poly))
-        paths = line.sample.images if line.sample else ()
-        headers = {path: try_inspect(path, inspect_header) for path in paths}
-        images = (
-            image_problem(f"{file}:1", None, path, header) for path, header in headers.items()
-        )
-        problems: list[ContractError] = [*line.problems, *filter(None, images)]
+        problems: list[ContractError] = [*next(scan(file, allow_poly=allow_poly)).problems]
     except ContractError as error:
         problems = [error]
     if problems:

@@ -4,11 +4,11 @@
 torch.
 """
 
-import errno
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,127 +18,131 @@ from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs
 from learner.rollout.distribution import cut, rank_chunk_size
 from learner.training.checkpoint_checks import longest_prompt
 from learner.training.checks import Caution, Check, T, Waiting, require
-from learner.training.input_checks import learner_processes
+from learner.training.input_checks import StartUp, learner_processes
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors, ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
-from shared_contracts.machine import address_towards
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.rollout_config import ServerConfig
 from shared_contracts.server_info import Info
 
 
-class ServerChecks:
-    """The checks of the config's servers, and their results.
+def server_checks(run: StartUp) -> list[Check]:
+    """Return the checks of the servers of the config."""
+    return [
+        Check("servers", partial(_check_reachable, run)),
+        Check("settings", partial(_check_settings, run)),
+        Check("servers together", partial(_check_together, run)),
+        Check("group port", partial(_check_group_ports, run)),
+        Check("media", partial(_check_media, run)),
+    ]
 
-    samples: of the run; the attribute has those that are sent with their images. patience_s:
-    longest wait for a server that is not ready; None: `timeout_s`. clients, infos (by URL),
-    envelopes: in the order of the servers, None until their check has passed.
+
+def reach_servers(
+    config: Config,
+    environment: Mapping[str, str] = os.environ,
+    samples: Sequence[Sample] = (),
+    report: Callable[[str], object] = lambda line: None,
+) -> list[RolloutClient]:
+    """Return clients of the configured servers after `server_checks`; none without servers.
+
+    environment: of the training process. samples: to which the servers generate answers. report:
+    gets a line for each `Caution`.
+
+    Raises:
+        ContractError: the first check that failed, of all servers at once.
     """
+    if config.rollout_matching.backend != "server":
+        return []
+    run = StartUp(config, environment, samples=samples)
+    for check in server_checks(run):
+        try:
+            check.run()
+        except Caution as caution:
+            for error in caution.errors:
+                report(f"Warning: {error}")
+        except Waiting:  # the server needs a push before it can answer
+            continue
+    return require(run.clients, "servers")
 
-    def __init__(
-        self,
-        config: Config,
-        environment: Mapping[str, str] = os.environ,
-        samples: Sequence[Sample] = (),
-        patience_s: float | None = None,
-    ) -> None:
-        server = config.rollout_matching.vllm.server
-        assert server is not None, "checked with the config"
-        self._config = config
-        self._environment = environment
-        self._server = server
-        self._patience_s = patience_s or server.timeout_s
-        self._all_samples = samples
-        self.samples = samples_of_folders(samples)
-        self.clients: list[RolloutClient] | None = None
-        self.infos: dict[str, Info] | None = None
-        self.envelopes: list[list[RolloutEnvelope]] | None = None
 
-    def checks(self) -> list[Check]:
-        return [
-            Check("servers", self._check_reachable),
-            Check("settings", self._check_settings),
-            Check("servers together", self._check_together),
-            Check("group port", self._check_group_ports),
-            Check("media", self._check_media),
-        ]
+def _servers_of(config: Config) -> ServerConfig:
+    server = config.rollout_matching.vllm.server
+    assert server is not None, "checked with the config"
+    return server
 
-    def requests(self) -> list[RolloutInferRequest]:
-        template = self._config.template
-        return [build_request(each, template.prompt, template.system) for each in self.samples]
 
-    def _check_reachable(self) -> str:
-        clients, infos = list[RolloutClient](), dict[str, Info]()
-        for entry in self._server.servers:
-            with RolloutClient(entry.base_url, self._patience_s) as waiting:
-                waiting.wait_until_pushable()
-            client = RolloutClient(
-                entry.base_url, self._server.timeout_s, self._server.infer_timeout_s
-            )
-            clients.append(client)
-            infos[client.base_url] = client.info()
-        self.clients, self.infos = clients, infos
-        return "; ".join(map(describe_server, infos.values()))
+def _check_reachable(run: StartUp) -> str:
+    clients, infos, of_run = list[RolloutClient](), dict[str, Info](), _servers_of(run.config)
+    for entry in of_run.servers:
+        with RolloutClient(entry.base_url, run.patience_s or of_run.timeout_s) as waiting:
+            waiting.wait_until_pushable()
+        client = RolloutClient(entry.base_url, of_run.timeout_s, of_run.infer_timeout_s)
+        clients.append(client)
+        infos[client.base_url] = client.info()
+    run.clients, run.infos = clients, infos
+    return "; ".join(map(describe_server, infos.values()))
 
-    def _check_settings(self) -> str:
-        servers = require(self.infos, "servers").items()
-        errors = [e for url, info in servers for e in differences(self._config, url, info)]
-        if errors:
-            raise ContractErrors(errors)
-        needed = 0
-        if self._all_samples:
-            needed = longest_prompt(self._config, self._all_samples)
-            needed += self._config.rollout_matching.max_new_tokens
-        cautions = [e for url, info in servers for e in _cautions(self._config, url, info, needed)]
-        if cautions:
-            raise Caution(cautions)
-        return "as in the config"
 
-    def _check_together(self) -> str:
-        sizes = [info.world_size for info in require(self.infos, "servers").values()]
-        processes = learner_processes(self._environment)
-        batch = self._config.rollout_matching.decode_batch_size
-        each = rank_chunk_size(batch, sizes, processes)
-        return f"{sum(sizes)} device(s); {processes} learner process(es) send {each} requests each"
+def _check_settings(run: StartUp) -> str:
+    servers, needed = require(run.infos, "servers").items(), 0
+    if errors := [e for url, info in servers for e in differences(run.config, url, info)]:
+        raise ContractErrors(errors)
+    if run.samples:
+        needed = longest_prompt(run.config, run.samples)
+        needed += run.config.rollout_matching.max_new_tokens
+    if cautions := [e for url, info in servers for e in _cautions(run.config, url, info, needed)]:
+        raise Caution(cautions)
+    return "as in the config"
 
-    def _check_group_ports(self) -> str:
-        infos = require(self.infos, "servers").values()
-        for index, (entry, info) in enumerate(zip(self._server.servers, infos, strict=True)):
-            if info.owner is None:  # else the server frees the port of its owner
-                where = f"rollout_matching.vllm.server.servers[{index}].group_port"
-                check_group_port(where, entry.base_url, entry.group_port)
-        return ", ".join(str(entry.group_port) for entry in self._server.servers)
 
-    def _check_media(self) -> str:
-        """Have every server read an image of each folder, of `_FOLDERS` at most, and answer."""
-        clients, requests = require(self.clients, "servers"), self.requests()
-        if not requests:
-            return "no images to read"
-        read: list[list[RolloutEnvelope]] = [[] for _ in clients]
-        for part in cut(len(requests), _AT_ONCE):
-            call = InferCall(
-                infer_requests=requests[part.start : part.stop],
-                request_config=RequestConfig(max_tokens=1, return_details=True),
-            )
-            for client, envelopes in zip(clients, read, strict=True):
-                if (answers := ask_for_media(client, call)) is None:
-                    raise Waiting("waits for the first push of the run")
-                envelopes += answers
-        self.envelopes = read
-        images = sum(len(request.images) for request in requests)
-        return f"{images} image(s) of {len(requests)} samples were read"
+def _check_together(run: StartUp) -> str:
+    sizes = [info.world_size for info in require(run.infos, "servers").values()]
+    processes = learner_processes(run.environment)
+    each = rank_chunk_size(run.config.rollout_matching.decode_batch_size, sizes, processes)
+    return f"{sum(sizes)} device(s); {processes} learner process(es) send {each} requests each"
+
+
+def _check_group_ports(run: StartUp) -> str:
+    servers, infos = _servers_of(run.config).servers, require(run.infos, "servers").values()
+    for index, (entry, info) in enumerate(zip(servers, infos, strict=True)):
+        if info.owner is None:  # else the server frees the port of its owner
+            where = f"rollout_matching.vllm.server.servers[{index}].group_port"
+            check_group_port(where, entry.base_url, entry.group_port)
+    return ", ".join(str(entry.group_port) for entry in servers)
+
+
+def _check_media(run: StartUp) -> str:
+    """Have every server read an image of each folder, of `_FOLDERS` at most, and answer."""
+    clients, requests = require(run.clients, "servers"), sample_requests(run)
+    if not requests:
+        raise Waiting("waits for data")
+    read: list[list[RolloutEnvelope]] = [[] for _ in clients]
+    for part in cut(len(requests), _AT_ONCE):
+        call = InferCall(
+            infer_requests=requests[part.start : part.stop],
+            request_config=RequestConfig(max_tokens=1, return_details=True),
+        )
+        for client, envelopes in zip(clients, read, strict=True):
+            if (answers := ask_for_media(client, call)) is None:
+                raise Waiting("waits for the first push of the run")
+            envelopes += answers
+    run.envelopes = read
+    images = sum(len(request.images) for request in requests)
+    return f"{images} image(s) of {len(requests)} samples were read"
 
 
 # A server reads an image of so many folders at most, and so many images in one call.
 _FOLDERS, _AT_ONCE = 32, 4
 
 
-def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample of each image folder, at most `_FOLDERS`, spread over the data."""
-    by_folder: dict[Path, Sample] = {}
-    for sample in samples:
+def sample_requests(run: StartUp) -> list[RolloutInferRequest]:
+    """Return a request for one sample of each image folder, at most `_FOLDERS`."""
+    template, by_folder = run.config.template, dict[Path, Sample]()
+    for sample in run.samples:
         by_folder.setdefault(sample.images[0].parent if sample.images else Path(), sample)
-    return spread(list(by_folder.values()), _FOLDERS)
+    chosen = spread(list(by_folder.values()), _FOLDERS)
+    return [build_request(each, template.prompt, template.system) for each in chosen]
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -197,83 +201,27 @@ _RELEASE_S = 5.0  # longest time in which a server releases the port of its last
 
 
 def check_group_port(where: str, base_url: str, port: int) -> None:
-    """Raise ContractError if a server cannot listen on its `group_port`.
+    """Raise ContractError if something listens on a server's `group_port`.
 
-    On this machine the port is bound and released. On another one a connection is tried, which
-    must be refused, as nothing listens there between runs; `Caution` if there is no answer.
+    A connection must be refused, as nothing listens there between runs; `Caution` if there is no
+    answer.
     """
     host = urlsplit(base_url).hostname
-    assert host is not None, "checked with the config"
-    try:
-        ip = socket.gethostbyname(host)
-        here = address_towards(ip) == ip
-    except OSError as error:
-        found = f"{host}: {error.strerror or error}"
-        raise ContractError(
-            where, found, _group_port_fix("Give the server's IPv4 address")
-        ) from error
+    fix = "or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need no port"
     deadline = time.monotonic() + _RELEASE_S
-    while (reason := _port_problem(ip, port, here)) is not None:
-        if time.monotonic() > deadline:
-            fix = _group_port_fix("Name another group_port, or stop what uses this one")
-            raise ContractError(where, f"{ip}:{port} {reason}", fix)
-        time.sleep(0.1)
-
-
-def _port_problem(ip: str, port: int, here: bool) -> str | None:
-    """Return why no program can listen on the port, or None. here: `ip` is of this machine."""
-    if here:
-        with socket.socket() as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                tried.bind((ip, port))  # other processes of the run may do so at the same time
-            except OSError as error:
-                taken = error.errno == errno.EADDRINUSE
-                return "is taken" if taken else f"cannot be bound ({error.strerror})"
-        return None
-    try:
-        socket.create_connection((ip, port), _CONNECT_S).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop packets to it"
-        fix = _group_port_fix("Open the port for the learner")
-        raise Caution([ContractError("group_port", found, fix)]) from error
-    return "is taken"
-
-
-def _group_port_fix(first: str) -> str:
-    return (
-        f"{first}; or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need "
-        "no port"
-    )
-
-
-def reach_servers(
-    config: Config,
-    environment: Mapping[str, str] = os.environ,
-    samples: Sequence[Sample] = (),
-    report: Callable[[str], object] = lambda line: None,
-) -> list[RolloutClient]:
-    """Return clients of the configured servers after `ServerChecks`; none without servers.
-
-    environment: of the training process. report: gets a line for each `Caution`.
-
-    Raises:
-        ContractError: the first check that failed, of all servers at once.
-    """
-    if config.rollout_matching.backend != "server":
-        return []
-    found = ServerChecks(config, environment, samples)
-    for check in found.checks():
+    while True:
         try:
-            check.run()
-        except Caution as caution:
-            for error in caution.errors:
-                report(f"Warning: {error}")
-        except Waiting:  # the server needs a push before it can answer
-            continue
-    return require(found.clients, "servers")
+            socket.create_connection((host, port), _CONNECT_S).close()
+        except ConnectionRefusedError:
+            return
+        except OSError as error:
+            found = f"{host}:{port} gives no answer ({error}): a firewall may drop packets to it"
+            do = f"Open the port for the learner; {fix}"
+            raise Caution([ContractError(where, found, do)]) from error
+        if time.monotonic() > deadline:
+            do = f"Name another group_port, or stop what uses this one; {fix}"
+            raise ContractError(where, f"{host}:{port} is taken", do)
+        time.sleep(0.1)
 
 
 def describe_server(info: Info) -> str:

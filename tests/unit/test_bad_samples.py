@@ -152,7 +152,7 @@ def test_an_evaluation_names_bad_samples_or_leaves_them_out(
     assert len(plan_evaluation(skip).samples) == 3
     for line in range(1, 5):
         image_of(data.val_jsonl, line).write_text("no image")
-    with pytest.raises(ContractError, match="none of 4 samples can be evaluated"):
+    with pytest.raises(ContractError, match="none of 4 samples can be used"):
         plan_evaluation(skip)
 
 
@@ -165,7 +165,7 @@ def test_a_file_without_a_good_sample_is_refused(
         image_of(file, line).write_text("no image")
     with pytest.raises(ContractError, match=f"none of {samples} samples can be used") as caught:
         check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
-    assert caught.value.where == f"data.{name}_jsonl"
+    assert caught.value.where == str(file)
 
 
 # --- replacement samples

@@ -22,7 +22,7 @@ from learner.operate.doctor.findings import CheckResult, run_check
 from learner.operate.doctor.run import examine
 from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
-from learner.training.input_checks import InputChecks
+from learner.training.input_checks import StartUp, input_checks
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
@@ -57,16 +57,12 @@ def by_check(findings: list[CheckResult]) -> dict[str, CheckResult]:
 def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
     config: Config, tmp_path: Path
 ) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text('{"images": []}\n')
     wrong = {
-        "data": config.data.model_copy(update={"train_jsonl": data}),
         "model": config.model.model_copy(update={"model": tmp_path / "nowhere"}),
     }
-    checks = InputChecks(config.model_copy(update=wrong)).checks()
+    checks = input_checks(StartUp(config.model_copy(update=wrong)))
     found = by_check([finding for check in checks for finding in run_check(check)])
-    assert (found["checkpoint"].status, found["data"].status) == ("fail", "fail")
-    assert found["data"].about == f"{data}:1"
+    assert (found["checkpoint"].status, found["data"].status) == ("fail", "skipped")
     assert (found["step"].status, found["step"].found) == ("skipped", "waits for data")
 
 
@@ -130,11 +126,11 @@ def test_a_used_gpu_of_the_learner_is_a_warning() -> None:
 def test_memory_by_the_estimate_is_compared_with_what_is_there(
     config: Config, monkeypatch: pytest.MonkeyPatch, gib: float, status: str
 ) -> None:
-    inputs = InputChecks(config)
-    for check in inputs.checks():
+    run = StartUp(config)
+    for check in input_checks(run):
         check.run()
     monkeypatch.setattr(machine, "available_ram", lambda: gib * 2**30)
-    checks = {check.name: check for check in machine.MachineChecks(config, inputs).checks()}
+    checks = {check.name: check for check in machine.MachineChecks(run).checks()}
     run_check(checks["gpus"])
     (found,) = run_check(checks["memory (estimate)"])
     assert found.status == status

