@@ -13,7 +13,7 @@ import torch
 T = TypeVar("T")
 
 
-def in_thread(call: Callable[[], T]) -> Future[T]:
+def in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
     """Begin a call. The thread uses the GPU of this one: CUDA starts it at GPU 0 (FULL-07)."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     outcome: Future[T] = Future()
@@ -26,7 +26,7 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
 
 

@@ -4,7 +4,7 @@
     channel B     ready(), feed()    the oldest batch that is ready
     channel A     samples()          the next batch without answers
 
-    prefetcher    begin() -> make() -> put(), of the RolloutBuffer; requests while the Gate is open
+    prefetcher    begin() -> make() -> put(), of the RolloutBuffer
                   batch -> Sample -> RolloutOutput -> Segment -> Pack, by one version of the weights
 
 A step does not use the samples of the Trainer's loader, but as many of its own: each batch of the
@@ -12,19 +12,20 @@ run is trained on once, with any timing. In the last steps channel A trains on t
 answers are late.
 """
 
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
 from learner.training.channels import ChannelB
-from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
+from learner.training.rollout_buffer import BufferClosed, ReadyBatch, RolloutBuffer
 from learner.training.synchronous_rollouts import (
     Answered,
     LogRollouts,
@@ -38,59 +39,6 @@ from shared_contracts.errors import RunError
 
 # At the end of a run: the longest wait for the prefetcher, which makes no more requests then.
 _LEAVE_S = 5.0
-
-
-class GateStopped(Exception):
-    """No more answers may be requested."""
-
-
-class Gate:
-    """Separates requests from pushes (SYNC-09): answers are requested while it is open.
-
-    A new gate is paused. push_wanted: the thread that requests answers waits for a push.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._paused = True
-        self._requesting = False
-        self._stopped = False
-        self.push_wanted = False
-
-    @contextmanager
-    def requesting(self) -> Iterator[None]:
-        """Wait until the gate is open. It is not paused before the block ends.
-
-        Raises GateStopped.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not (self._paused or self.push_wanted))
-            if self._stopped:
-                raise GateStopped
-            self._requesting = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._requesting = False
-                self._changed.notify_all()
-
-    def pause(self) -> None:
-        """Start no request, and wait for the running one."""
-        with self._changed:
-            self._paused = True
-            self._changed.wait_for(lambda: not self._requesting)
-
-    def open(self) -> None:
-        with self._changed:
-            self._paused = self.push_wanted = False
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Start no request any more. A running one is not waited for."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
 
 
 class AsyncSource(RequestingSource):
@@ -120,9 +68,8 @@ class AsyncSource(RequestingSource):
         self._samples_of = samples_of
         self._peers = peers
         self._buffer = buffer or RolloutBuffer(settings, total_steps)
-        self._gate = Gate()
-        self._prefetcher: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._prefetcher: Future[None] | None = None
+        self._push_wanted = False
         self._ready_packs = 0
         self._lag: int | None = None
 
@@ -134,17 +81,15 @@ class AsyncSource(RequestingSource):
         """
         if self._prefetcher is None:
             self._buffer.start(step)
-            self._prefetcher = threading.Thread(
-                target=self._prefetch, name="prefetcher", daemon=True
-            )
-            self._prefetcher.start()
+            self._prefetcher = in_thread(self._prefetch, "prefetcher")
+        prefetcher = self._prefetcher
 
         def boundary() -> tuple[int, bool]:
             """Return the version of this process, and whether it needs a push."""
-            if self._error is not None:
-                raise self._error
+            if prefetcher.done():
+                prefetcher.result()
             due = self._policy.is_behind(self._settings.sync_every_steps)
-            return self._policy.version, due or self._gate.push_wanted
+            return self._policy.version, due or self._push_wanted
 
         versions, wants_push = zip(*self._peers.all_gather(boundary), strict=True)
         if len(set(versions)) > 1:
@@ -157,13 +102,9 @@ class AsyncSource(RequestingSource):
 
     def _prefetch(self) -> None:
         """Fill the buffer until it is closed. Runs in a thread."""
-        try:
-            while (batch := self._buffer.begin()) is not None:
-                self._buffer.put(self.make(batch))
-        except GateStopped:
-            return
-        except BaseException as error:  # noqa: BLE001 - `begin` raises it
-            self._error = error
+        with suppress(BufferClosed):
+            while True:
+                self._buffer.put(self.make(self._buffer.begin()))
 
     def make(self, batch: int) -> ReadyBatch:
         """Request a batch round by round. Weights can be pushed between two rounds.
@@ -191,13 +132,14 @@ class AsyncSource(RequestingSource):
         Raises RunError if other weights generated a part of the answers.
         """
         while True:
-            with self._gate.requesting():
-                version = self._policy.version
-                try:
+            try:
+                with self._buffer.requesting():
+                    version = self._policy.version
                     rollouts = self._policy.answer_by_pushed(samples, seed)
-                except PushNeeded:
-                    self._gate.push_wanted = True
-                    continue
+            except PushNeeded:
+                self._buffer.pause()
+                self._push_wanted = True
+                continue
             versions = {version for rollout in rollouts for version in rollout.weights_version}
             if versions - {version}:
                 raise RunError(
@@ -236,11 +178,11 @@ class AsyncSource(RequestingSource):
 
         An error in the block ends the run.
         """
-        self._peers.all_gather(self._gate.pause)
+        self._peers.all_gather(self._buffer.pause)
         yield
-        if self._prefetcher is not None:
-            self._buffer.refresh(self._policy.version)
-        self._gate.open()
+        self._buffer.refresh(self._policy.version)
+        self._push_wanted = False
+        self._buffer.resume()
 
     def state(self) -> dict[str, Any]:
         """Return the batches that are left, as JSON. Answers are not saved."""
@@ -250,8 +192,7 @@ class AsyncSource(RequestingSource):
         self._buffer.restore(state)
 
     def close(self) -> None:
-        self._gate.stop()  # a running request is abandoned
         self._buffer.close()
         self._policy.close()
         if self._prefetcher is not None:
-            self._prefetcher.join(_LEAVE_S)
+            wait([self._prefetcher], _LEAVE_S)

@@ -1,7 +1,8 @@
 """The rollout buffer: the batches of an asynchronous run, from their requests to their steps.
 
-    prefetcher   begin() -> a batch's number ... put()
+    prefetcher   begin() -> a batch's number -> requesting(), for each request -> put()
     learner      refresh(), has_ready(), then take() for channel B or take_unanswered() for A
+                 pause() before a push, resume() after it (SYNC-09)
 
 A batch has the samples of one process for one step. It is made, taken, dropped and counted as a
 whole. Each batch is trained on exactly once (STEP-02):
@@ -45,13 +46,17 @@ class ReadyBatch:
         return max(1, len(self.packs))
 
 
+class BufferClosed(Exception):
+    """No more answers may be requested."""
+
+
 class RolloutBuffer:
     """A FIFO queue between the thread of a prefetcher and that of a learner.
 
     At most `queue_limit` packs are ready: a new batch replaces the oldest ones. A batch is stale if
     its weights are more than `version_window` versions older than the newest. No batch is begun
     while `prefetch_target_packs` are ready, or while a batch as large as the largest so far would
-    replace another one. total: batches of the run.
+    replace another one. A new buffer is paused. total: batches of the run.
     """
 
     def __init__(self, settings: AsyncRolloutConfig, total: int) -> None:
@@ -70,9 +75,10 @@ class RolloutBuffer:
         self._making: int | None = None
         # Packs that were dropped since the last call of `payload`.
         self._dropped = dict.fromkeys(("dropped_oldest", "dropped_stale"), 0)
+        self._paused = True
+        self._requesting = False
         self._closed = False
         self._idle_s = 0.0
-        self._idle_since: float | None = None
 
     def start(self, first: int) -> None:
         """Begin with batch `first`, or with the restored state."""
@@ -93,20 +99,36 @@ class RolloutBuffer:
 
     # --- the prefetcher
 
-    def begin(self) -> int | None:
-        """Wait until a batch is needed, and return its number; None when the buffer is closed."""
+    def begin(self) -> int:
+        """Wait until a batch is needed, and return its number. Raises BufferClosed."""
+        began = time.perf_counter()
         with self._changed:
-            self._idle_since = time.perf_counter()
             while not self._closed:
                 packs = self.packs
                 room = packs == 0 or packs + self._largest <= self._limit
                 if packs < self._target and room and (batch := self._claim()) is not None:
-                    self._count_idle()
-                    self._idle_since = None
+                    self._idle_s += time.perf_counter() - began
                     self._making = batch
                     return batch
                 self._changed.wait()
-            return None
+            raise BufferClosed
+
+    @contextmanager
+    def requesting(self) -> Iterator[None]:
+        """Wait while requests are paused. They are not paused again before the block ends.
+
+        Raises BufferClosed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._paused)
+            if self._closed:
+                raise BufferClosed
+            self._requesting = True
+        try:
+            yield
+        finally:
+            with self._changing():
+                self._requesting = False
 
     def put(self, ready: ReadyBatch) -> None:
         """Store a batch that was begun, unless the learner has taken it meanwhile.
@@ -132,12 +154,22 @@ class RolloutBuffer:
                 self._drop(self._ready.popleft(), "dropped_oldest")
             self._ready.append(ready)
 
+    # --- the learner
+
+    def pause(self) -> None:
+        """Start no request, and wait for the running one."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._requesting)
+
+    def resume(self) -> None:
+        with self._changing():
+            self._paused = False
+
     def close(self) -> None:
-        """Begin no more batches."""
+        """Begin no more batches and requests. A running request is not waited for."""
         with self._changing():
             self._closed = True
-
-    # --- the learner
 
     def refresh(self, version: int) -> None:
         """Note that `version` is the newest, and give stale batches back."""
@@ -186,7 +218,6 @@ class RolloutBuffer:
     def payload(self) -> Payload:
         """Return the metrics since the last call."""
         with self._changed:
-            self._count_idle()
             payload = Payload()
             payload.add({f"stage2_ab/async/{why}": n for why, n in self._dropped.items()})
             payload.note({"stage2_ab/async/prefetch_idle_s": self._idle_s})
@@ -231,9 +262,3 @@ class RolloutBuffer:
         with self._changed:
             yield
             self._changed.notify_all()
-
-    def _count_idle(self) -> None:
-        if self._idle_since is not None:
-            now = time.perf_counter()
-            self._idle_s += now - self._idle_since
-            self._idle_since = now

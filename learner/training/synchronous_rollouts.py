@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from learner.config.training import TrainingConfig
 from learner.models.packs import Pack, Segment, make_pack
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import Payload, PhaseClock, rollout_payload
@@ -274,14 +275,13 @@ def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
     The iterator raises what `items` raises. After the block the thread makes no further item and
     closes `items`. The block does not wait for an item that is being made.
     """
-    # An item, or an error; neither at the end.
-    queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
+    queue: Queue[T | None] = Queue(maxsize=1)  # None: the end, or an error
     over = threading.Event()
 
-    def put(item: T | None, error: BaseException | None = None) -> None:
+    def put(item: T | None) -> None:
         while not over.is_set():
             with suppress(Full):
-                queue.put((item, error), timeout=_POLL_S)
+                queue.put(item, timeout=_POLL_S)
                 return
 
     def produce() -> None:
@@ -291,23 +291,18 @@ def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
                     put(item)
                     if over.is_set():
                         return
+        finally:
             put(None)
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            put(None, error)
 
     def taken() -> Iterator[T]:
         while not over.is_set():
-            try:
-                item, error = queue.get(timeout=_POLL_S)  # a signal is noticed in between
-            except Empty:
-                continue
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
+            with suppress(Empty):
+                if (item := queue.get(timeout=_POLL_S)) is None:
+                    producer.result()
+                    return
+                yield item
 
-    threading.Thread(target=produce, name="rollouts ahead", daemon=True).start()
+    producer = in_thread(produce, "rollouts ahead")
     try:
         yield taken()
     finally:

@@ -406,7 +406,6 @@ def buffer_at(version: int, limit: int, window: int, target: int, total: int) ->
 def make(buffer: RolloutBuffer, version: int, packs: int = 1) -> int:
     """Make the next batch, by weights of `version`; returns its number."""
     batch = buffer.begin()
-    assert batch is not None
     buffer.put(ready(batch, version, packs))
     return batch
 
