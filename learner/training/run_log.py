@@ -10,21 +10,19 @@
 <output_dir>/report.html            the report page, after training (`report`)
 
 `tracker_callbacks` makes transformers' own callbacks for `training.report_to`, in process 0 alone.
-A tracker that does not start ends the run before its first step. A tracker that breaks later gives
-one warning. `ProgressDisplay` shows a run on its terminal.
+`ProgressDisplay` shows a run on its terminal.
 """
 
 import json
-import logging
 import math
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,8 +41,7 @@ from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
 from learner.runs.console import channel_and_loss, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
-from learner.runs.run_folder import METRICS, RESOLVED, RUN
-from shared_contracts.errors import RunError
+from learner.runs.run_folder import METRICS, RESOLVED, RUN, lock_folder
 
 _LIBRARIES = (
     *("rollmatch", "torch", "transformers", "accelerate", "peft"),
@@ -52,18 +49,22 @@ _LIBRARIES = (
 )
 
 
-def open_run_folder(config: Config, placement: Placement | None, start: Start = BEGINNING) -> Path:
+@contextmanager
+def open_run_folder(
+    config: Config, placement: Placement | None, start: Start = BEGINNING
+) -> Iterator[Path]:
     """Create the folder, or truncate it to `start`; write config and facts of the run.
 
-    placement: of a colocated server, if one is started.
+    The folder is locked within the block. placement: of a colocated server, if one is started.
     """
     folder = config.training.output_dir
     folder.mkdir(parents=True, exist_ok=True)
-    prepare_folder(folder, start)
-    facts = {**_run_facts(config, placement), "started_at_step": start.step}
-    publish_text(folder / RESOLVED, dump_resolved(config))
-    publish_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
-    return folder
+    with lock_folder(folder):
+        prepare_folder(folder, start)
+        facts = {**_run_facts(config, placement), "started_at_step": start.step}
+        publish_text(folder / RESOLVED, dump_resolved(config))
+        publish_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
+        yield folder
 
 
 def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
@@ -181,60 +182,15 @@ class ProgressDisplay(TrainerCallback):
             self._progress.stop()
 
 
-_LOG = logging.getLogger(__name__)
-
-
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
     """Return a callback for each tracker of the run.
 
     TensorBoard's drops the events after the step at which the run resumes.
-
-    Raises RunError if a tracker does not start.
     """
-
-    def tensorboard() -> TrainerCallback:
+    others = [name for name in training.trackers if name != "tensorboard"]
+    callbacks = [made() for made in get_reporting_integration_callbacks(others)]
+    if "tensorboard" in training.trackers:
         again_from = start.step + 1 if start.goes_on else None
-        return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
-
-    return [
-        # Each of its own class: transformers warns about two callbacks of one.
-        type(name, (GuardedTracker,), {})(
-            name, tensorboard if name == "tensorboard" else partial(_other_tracker, name)
-        )
-        for name in training.trackers
-    ]
-
-
-def _other_tracker(name: str) -> TrainerCallback:
-    (made,) = get_reporting_integration_callbacks([name])
-    callback: TrainerCallback = made()
-    return callback
-
-
-class GuardedTracker(TrainerCallback):
-    """Calls the hooks of a tracker's callback, and names the tracker in their errors.
-
-    An error before the first step ends the run. Later the first error is a warning.
-    """
-
-    def __init__(self, name: str, make: Callable[[], TrainerCallback]) -> None:
-        self._name = name
-        self._warned = False
-        made = self._call("start", make)
-        for event in dir(TrainerCallback):
-            if event.startswith("on_"):
-                setattr(self, event, partial(self._call, event, getattr(made, event)))
-
-    def _call(self, event: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        try:
-            return hook(*given, **named)
-        except Exception as error:  # trackers raise errors of any type
-            if event in ("start", "on_init_end", "on_train_begin"):
-                raise RunError(
-                    f"the tracker {self._name} does not start: {error}. Correct this, or remove it "
-                    "from training.report_to"
-                ) from error
-            if not self._warned:
-                text = "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s"
-                _LOG.warning(text, self._name, error)
-            self._warned = True
+        writer = SummaryWriter(training.logging_dir, purge_step=again_from)
+        callbacks.append(TensorBoardCallback(writer))
+    return callbacks

@@ -50,9 +50,9 @@ from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
-from learner.runs.resume import Start, data_digest, log_sizes
+from learner.runs.resume import data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
-from learner.runs.run_folder import RUN, lock_folder
+from learner.runs.run_folder import RUN
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
 from learner.training.evaluation import build_scorer
@@ -129,16 +129,10 @@ def train_as(
     if peers.count == 1:
         _require_one_gpu()
     assert not inputs.finished(config.training), "checked by the command"
-    folder = config.training.output_dir
-    start = _agreed(inputs.start, peers)
+    folder, start = config.training.output_dir, inputs.start
     with ExitStack() as stack:
-
-        def open_folder() -> str:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_folder(folder))
-            return str(open_run_folder(config, inputs.placement, start))
-
-        broadcast_from_rank0(peers, open_folder)
+        opened = open_run_folder(config, inputs.placement, start)
+        broadcast_from_rank0(peers, lambda: str(stack.enter_context(opened)))
         peers.all_gather(lambda: _require_shared(folder))
         for note in start.notes if peers.rank == 0 else ():
             tell(console, note)
@@ -190,17 +184,6 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
             log.add(known)
     fault = partial(image_fault, rule=Checkpoint(config.model.model).image_rule)
     return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
-
-
-def _agreed(start: Start, peers: Peers) -> Start:
-    """Return the common start. Raises RunError if processes see different run folders."""
-    steps = peers.all_gather(lambda: start.step)
-    if len(set(steps)) > 1:
-        raise RunError(
-            f"the learner processes see checkpoints of different steps ({steps}): "
-            "training.output_dir must be one folder for all of them"
-        )
-    return start
 
 
 def _require_shared(folder: Path) -> None:

@@ -103,7 +103,8 @@ class RunMaker:
 
         chunk: requests of one call; None for all of a step.
         """
-        folder, loaded = open_run_folder(config, None), self.loaded
+        with open_run_folder(config, None) as folder:
+            loaded = self.loaded
         prompt = PromptEncoder(loaded.processor, config.template.prompt, None)
         order = config.custom.object_field_order
         channel = ChannelB(Encoding(loaded.inner, prompt, loaded.tokenizer, order), config)

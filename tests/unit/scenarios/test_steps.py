@@ -102,7 +102,8 @@ class Run:
         parts, inputs = Parts(config), read_inputs(config)
         self.backend = Scripted(inputs.train, parts)
         self.events = self.backend.done
-        model, folder = parts.loaded.model, open_run_folder(config, None)
+        with open_run_folder(config, None) as folder:
+            model = parts.loaded.model
         optimizer = build_optimizer(model, config.training)
         self.forwards: list[int] = []
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
