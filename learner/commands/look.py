@@ -39,34 +39,22 @@ def replay(
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option(help="Print all details of the answer to this sample, e.g. train.jsonl:12"),
+        typer.Option(help="Print all details of the answers to this sample, e.g. train.jsonl:12"),
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Folder with the tokenizer of the run. (model.model of the run)"),
     ] = None,
 ) -> None:
-    """Compute logged steps again from their answers, and compare every bit."""
-    from learner.analysis.replay.rebuild import (
-        Rebuilder,
-        StepLog,
-        find_tokenizer,
-        load_tokenizer,
-    )
-    from learner.analysis.replay.show import notes_on, replay_all, replay_step
+    """Compute logged answers again from their ids, and compare every bit."""
+    from learner.analysis.replay import rebuild
+    from learner.analysis.replay.show import replay as run_replay
     from learner.runs.run_folder import RunFolder
 
     folder = RunFolder.open(run)
-    config, log = folder.config(), StepLog(folder)
-    if step is None and sample is not None:
-        step = log.step_with(sample)
-    logged = None if step is None else log.step(step)
-    detailed = [] if logged is None or sample is None else logged.sample(sample)
-    tokenizer_folder = find_tokenizer(folder, config, tokenizer)
-    for note in notes_on(folder.facts()):
-        typer.echo(f"note: {note}", err=True)
-    rebuilder = Rebuilder(config, load_tokenizer(tokenizer_folder))
-    if not (replay_step(logged, detailed, rebuilder) if logged else replay_all(log, rebuilder)):
+    config, steps = folder.config(), rebuild.logged_steps(folder, step)
+    loaded = rebuild.load_tokenizer(rebuild.find_tokenizer(folder, config, tokenizer))
+    if not run_replay(folder, steps, sample, config, loaded):
         raise typer.Exit(1)
 
 

@@ -55,7 +55,7 @@ def test_every_key_of_the_log_is_declared(lines: list[Line]) -> None:
     assert logged <= {metric.key for metric in METRICS} | TRAINER.keys() | notes
 
 
-@pytest.mark.req("MET-01", "MET-02")
+@pytest.mark.req("MET-01", "MET-02", "RES-22")
 @pytest.mark.parametrize("channel", ["A", "B"])
 def test_a_step_logs_all_keys_of_its_channel_and_none_of_the_other(
     lines: list[Line], channel: Channel
@@ -64,6 +64,7 @@ def test_a_step_logs_all_keys_of_its_channel_and_none_of_the_other(
     own = {metric.key: metric for metric in METRICS if channel in metric.channels}
     assert {key for key, metric in own.items() if not metric.when} - line.keys() == set()
     assert line.keys() - own.keys() - TRAINER.keys() == {"step"}
+    assert "packing/post_rollout_buffer" not in line, "there is no carry buffer"
 
 
 @pytest.mark.req("MET-02", "LOSS-06", "CHA-01")

@@ -1,7 +1,6 @@
 """`learner replay`: steps are rebuilt bit for bit, and the first difference is named."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,10 @@ from learner.models.load import load_model
 from learner.runs.run_folder import RunFolder
 from shared_contracts.errors import ContractError
 from tests.unit.grouped import GROUPED, POLICY_GRADIENT, TOKEN_CE
-from tests.unit.logged_runs import RunMaker
+from tests.unit.logged_runs import SHARE, RunMaker
 from tests.unit.small_run import small_config
 from tests.unit.trained_run import TrainedRun
 
-SERVERS = {
-    "vllm": {
-        "mode": "server",
-        "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 2}]},
-    }
-}
 STEPS = (2, 4)
 # As many as there are kinds of answers.
 GROUPS_OF_7 = merge(GROUPED, {"group_relative": {"group_size": 7}, "training": {"packing": False}})
@@ -92,10 +85,7 @@ def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 
     "kind",
     [
         {"chunk": None},
-        {"chunk": 3, "training": {"packing": False}},
-        {"chunk": 3, "global_max_length": 160},
         {"chunk": 3, "stage2_ab": {"channel_b": {"prefix": "clean"}}},
-        {"chunk": 2, "rollout_matching": {**SERVERS, "async_rollout": {"enabled": True}}},
         {"chunk": 9, **merge(GROUPS_OF_7, ASYNC_GROUPS)},
     ],
     ids=lambda kind: "-".join(map(str, kind)),
@@ -109,7 +99,7 @@ def test_every_step_of_a_run_is_rebuilt_bit_for_bit(
     assert any(answer.match.pairs for answer in answers)
     result = replay(run)
     assert result.exit_code == 0, result.output
-    assert "Identical: all 2 steps" in result.output
+    assert f"Identical: {len(answers)} answers of 2 steps" in result.output
 
 
 @pytest.mark.req("REPLAY-01", "GROUP-01")
@@ -133,7 +123,7 @@ def test_rewards_are_computed_again_and_shown(make_run: MakeRun) -> None:
     edit(run, change)
     different = replay(run, "--step", "4")
     assert different.exit_code == 1
-    assert "target.reward.advantage" in different.output
+    assert "reward.advantage" in different.output
 
 
 @pytest.mark.req("REPLAY-01")
@@ -144,8 +134,7 @@ def test_steps_of_a_trained_run_and_of_two_processes_are_rebuilt(
     assert trained.exit_code == 0, trained.output
     both = replay(finished, "--step", "4")
     assert both.exit_code == 0, both.output
-    numbers = next(line for line in both.output.splitlines() if line.startswith("metrics"))
-    assert int(numbers.split()[1]) > 20
+    assert f"Identical: {2 * SHARE} answers of 1 step" in both.output
 
 
 @pytest.mark.req("REPLAY-01")
@@ -153,9 +142,8 @@ def test_steps_of_a_trained_run_and_of_two_processes_are_rebuilt(
     ("path", "value", "parts"),
     [
         (("parse", "objects", 0, "coords", 2), 998, ["parse.objects[0].coords[2]", "998"]),
-        (("match", "pairs"), [], ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]"]),
-        (("target", "ids", -1), 5, ["target.token_ids[", "logged 5"]),
-        (("segment", "pack"), 77, ["packs.pack", "logged 77"]),
+        (("match", "pairs"), [], ["match.pairs[0]", "logged null", "rebuilt [0, 0]"]),
+        (("target", "ids", -1), 5, ["target.ids[", "logged 5"]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -174,38 +162,11 @@ def test_first_difference_is_named(
     edit(run, change, rank=1)
     result = replay(run, "--step", "4")
     assert result.exit_code == 1, result.output
-    assert f"First difference: {parts[0].partition('.')[0]}, sample " in result.output
-    assert "of process 1" in result.output
+    assert "First difference: step 4, sample " in result.output
+    assert "process 1" in result.output
+    assert "Different: 1 of " in result.output
     shown = " ".join(result.output.split())
     assert all(part in shown for part in parts)
-
-
-@pytest.mark.req("REPLAY-01", "MET-02", "RES-22")
-def test_metrics_of_the_step_are_compared_with_its_line(run: Path) -> None:
-    file = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-
-    def write(lines: list[dict[str, Any]]) -> None:
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    write([{**line, "packing/post_rollout_buffer": 0.0} for line in lines])
-    facts = json.loads((run / "run.json").read_text())
-    facts["versions"] |= {"numpy": "0.1"}
-    (run / "run.json").write_text(json.dumps(facts))
-    earlier = replay(run, "--step", "4")
-    assert earlier.exit_code == 0, "an earlier version had a carry buffer"
-    assert "note: the run was made with numpy 0.1 (here " in earlier.output
-    lines[3]["stage2_ab/channel_b/match_rate"] += 1e-9
-    del lines[3]["packing/post_rollout_packs"]
-    write(lines)
-    result = replay(run, "--step", "4")
-    assert result.exit_code == 1
-    assert re.search(r"field +metrics\.packing/post_rollout_packs", result.output)
-    assert re.search(r"metrics +\d+ +2\b", result.output)
-    write(lines[:3])
-    result = replay(run, "--step", "4")
-    assert result.exit_code == 0
-    assert re.search(r"metrics +not compared", result.output)
 
 
 @pytest.mark.req("REPLAY-01")
@@ -226,7 +187,7 @@ def test_text_of_an_answer_does_not_steer_the_terminal(run: Path, toy_checkpoint
     for item in answer.ground_truth:
         assert item.desc in shown
         assert " ".join(map(str, item.coords)) in shown
-    assert f"Sample {answer.sample_id}" in shown
+    assert f"Step 4, sample {answer.sample_id}" in shown
 
 
 def refusal(run: Path, *options: str) -> str:
@@ -238,18 +199,10 @@ def refusal(run: Path, *options: str) -> str:
 @pytest.mark.req("REPLAY-01")
 def test_steps_and_samples_that_are_not_logged_are_refused(run: Path, tmp_path: Path) -> None:
     assert "is no run folder" in refusal(tmp_path / "none")
-    steps = {step: {a.sample_id for a in RunFolder.open(run).answers(step)} for step in STEPS}
-    assert "Step 2: " in replay(run, "--sample", min(steps[2] - steps[4])).output
-    assert "steps 2, 4 have a sample" in refusal(run, "--sample", min(steps[2] & steps[4]))
-    assert "no answers of step 7 are logged. Choose a step of channel B: 2, 4" in refusal(
-        run, "--step", "7"
+    assert "no answers of this step are logged. Choose one of the 2 logged steps, from 2 to 4" in (
+        refusal(run, "--step", "3")
     )
-    assert "step 3 was one of channel A" in refusal(run, "--step", "3")
-    assert "step 4 has no sample '0'" in refusal(run, "--step", "4", "--sample", "0")
-    assert "no logged step has a sample 'x'" in refusal(run, "--sample", "x")
-    (run / "rollouts" / "step_000004.rank1.jsonl").unlink()
-    assert "process 1 requested answers, and its file" in refusal(run, "--step", "4")
-    assert "note: step 4 is left out" in replay(run).output
+    assert "no logged answer is to a sample '0'" in refusal(run, "--step", "4", "--sample", "0")
     shutil.rmtree(run / "rollouts")
     assert "no answers are logged in it" in refusal(run)
 
@@ -269,7 +222,3 @@ def test_tokenizer_must_be_that_of_the_run(run: Path, toy_checkpoint: Path) -> N
     file.unlink()
     assert "checkpoint-4 has no tokenizer.json" in refusal(run)
     assert refusal(run, "--tokenizer", str(gone)).startswith("--tokenizer: ")
-    facts = json.loads((run / "run.json").read_text())
-    del facts["tokenizer_sha256"]
-    (run / "run.json").write_text(json.dumps(facts))
-    assert "has no tokenizer_sha256" in refusal(run)

@@ -1,29 +1,27 @@
-"""Terminal output of a replay: a step, a difference, the details of an answer."""
+"""Terminal output of a replay: what differs, and the details of an answer."""
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from learner.analysis.replay.compare import NOTHING, STAGES, Difference, compare
-from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, StepLog, listed
+from learner.analysis.replay.rebuild import Difference, first_difference, rebuild
 from learner.analysis.report.answers import faults_of
+from learner.config.schema import Config
 from learner.data.show import Table, plain, print_tables
 from learner.runs.console import counted
 from learner.runs.declared import DROPS
 from learner.runs.rollout_log import LoggedTarget, StepAnswer
+from learner.runs.run_folder import RunFolder
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import AssessedRollout, Role, Shape, Target
 from shared_contracts.errors import ContractError
-from shared_contracts.machine import installed_versions
 
 _STYLES = {
     Role.MATCHED_STRUCTURE: "green",
@@ -34,77 +32,47 @@ _STYLES = {
     Role.COORD: "cyan",
     Role.CLOSURE: "magenta",
 }
-# Largest number of differing steps that are listed.
-_STEPS = 20
+# Largest number of differing answers that are listed.
+_LISTED = 20
 
 
-def replay_step(step: LoggedStep, detailed: Sequence[StepAnswer], rebuilder: Rebuilder) -> bool:
-    """Rebuild a step and print its differences; return whether it is identical.
+def replay(
+    run: RunFolder, steps: Sequence[int], sample: str | None, config: Config, tokenizer: Tokenizer
+) -> bool:
+    """Compute steps again and print what differs; return whether all answers are identical.
 
-    detailed: answers to print in detail.
+    sample: print all details of its answers. `/data/train.jsonl:12` is also `train.jsonl:12`.
+
+    Raises ContractError if no answer is to this sample.
     """
-    replayed = compare(step, rebuilder)
-    tables = list[Table]()
-    for answer in detailed:
-        tables += _details(answer, replayed.assessed(answer), rebuilder.tokenizer)
-    rows = [
-        [stage, *map(str, replayed.stages.get(stage, ("not compared", "")))] for stage in STAGES
-    ]
-    answers, processes = counted(len(step.answers), "answer"), counted(len(step.ranks), "process")
-    title = f"Step {step.step}: {answers}, {processes}"
-    tables.append(Table(title, ("stage", "#compared", "#different"), rows))
-    verdict = f"Identical: all answers of step {step.step} are rebuilt bit for bit."
-    if replayed.first is not None:
-        tables.append(_difference(replayed.first))
-        verdict = f"Different: step {step.step} is not rebuilt as it was logged."
-    print_tables(tables)
-    print(f"\n{verdict}")
-    return replayed.first is None
-
-
-def replay_all(log: StepLog, rebuilder: Rebuilder) -> bool:
-    """Rebuild every step and print those that differ; return whether all are identical.
-
-    An unreadable step is reported and skipped. Raises its ContractError if no step is readable.
-    """
+    details, differences, count = list[Table](), list[Difference](), 0
     bar = Console(stderr=True)
-    first: Difference | None = None
-    differing, identical, refused = list[list[str]](), list[int](), list[ContractError]()
-    steps = track(log.steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal)
-    for step in steps:
-        try:
-            difference = compare(log.step(step), rebuilder).first
-        except ContractError as error:
-            refused.append(error)
-            print(f"note: step {step} is left out: {error}", file=sys.stderr)
-            continue
-        first = first or difference
-        if difference is None:
-            identical.append(step)
-        else:
-            differing.append([str(step), "different", f"{difference.field}, {_about(difference)}"])
-    count = len(differing) + len(identical)
-    if not count:
-        raise refused[0]
-    rows = differing[:_STEPS]
-    if identical:
-        rows.append([listed(identical), "identical", ""])
-    tables = [Table(counted(count, "step"), ("steps", "verdict", "first difference"), rows)]
-    without = f" ({len(refused)} could not be read)" if refused else ""
-    verdict = f"Identical: all {counted(count, 'step')}{without} are rebuilt bit for bit."
-    if first is not None:
-        tables.append(_difference(first))
-        verdict = f"Different: {len(differing)} of {count} steps{without}."
-    print_tables(tables)
-    print(f"\n{verdict}")
-    return first is None
+    for step in track(steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal):
+        answers = run.answers(step)
+        count += len(answers)
+        for answer, assessed in zip(answers, rebuild(answers, config, tokenizer), strict=True):
+            if sample is not None and f"/{answer.sample_id}".endswith((f"/{sample}", f":{sample}")):
+                details += _details(answer, assessed, tokenizer)
+            if (difference := first_difference(answer, assessed)) is not None:
+                differences.append(difference)
+    if sample is not None and not details:
+        do = "Name a sample as FILE:LINE of its data"
+        raise ContractError("--sample", f"no logged answer is to a sample {sample!r}", do)
+    whole = f"{counted(count, 'answer')} of {counted(len(steps), 'step')}"
+    verdict = f"Identical: {whole} are rebuilt bit for bit."
+    if differences:
+        details += _differences(differences)
+        verdict = f"Different: {len(differences):,} of {whole} are not rebuilt as they were logged."
+    print_tables(details)
+    print(verdict)
+    return not differences
 
 
 def _details(
     answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer
 ) -> Iterator[Table]:
     """Yield tables with all details of an answer."""
-    yield _named(f"Sample {answer.sample_id}", *_facts(answer))
+    yield _named(f"Step {answer.step}, sample {answer.sample_id}", *_facts(answer))
     yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
     yield _objects(assessed)
     yield _truths(assessed)
@@ -203,33 +171,15 @@ def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterato
     yield "departures", f"{len(target.departures)} tokens of removed duplicates"
 
 
-def _difference(difference: Difference) -> Table:
-    """Return a table of the first difference, with both values."""
-    logged, rebuilt, _, answer, _ = difference.values
-    rows = [("field", difference.field)] + [
-        (name, "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False))
-        for name, value in (("logged", logged), ("rebuilt", rebuilt))
-    ]
-    if answer is not None:
-        rows.append(("see", f"--step {answer.step} --sample {answer.sample_id}"))
-    return _named(f"First difference: {difference.stage}, {_about(difference)}", *rows)
-
-
-def _about(difference: Difference) -> str:
-    """Return the sample and the process of a difference, as text."""
-    rank, answer = difference.values.rank, difference.values.answer
-    process = "all processes" if rank is None else f"process {rank}"
-    return process if answer is None else f"sample {answer.sample_id} of {process}"
-
-
-def notes_on(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield possible reasons of differences: other library versions. facts: of `run.json`."""
-    versions = facts["versions"]
-    here = installed_versions(versions)
-    changed = [
-        f"{name} {logged} (here {here.get(name, 'none')})"
-        for name, logged in versions.items()
-        if here.get(name) != logged
-    ]
-    if changed:
-        yield f"the run was made with {', '.join(changed)}"
+def _differences(differences: Sequence[Difference]) -> Iterator[Table]:
+    """Yield tables of the differing answers, and of the first difference with both values."""
+    rows = [[str(each.answer.step), each.answer.sample_id, each.field] for each in differences]
+    yield Table("Answers that differ", ("#step", "sample", "first field"), rows[:_LISTED])
+    first = differences[0]
+    yield _named(
+        f"First difference: step {first.answer.step}, sample {first.answer.sample_id}, "
+        f"process {first.answer.rank}",
+        ("field", first.field),
+        ("logged", json.dumps(first.logged, ensure_ascii=False)),
+        ("rebuilt", json.dumps(first.rebuilt, ensure_ascii=False)),
+    )
