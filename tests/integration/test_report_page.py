@@ -13,7 +13,7 @@ from learner.runs.rollout_log import StepAnswer
 from learner.types import GroundTruthObject, Shape
 from tests.browser import eventually, opened, running_browser
 from tests.unit.eval_answers import DATA, answers
-from tests.unit.report_folder import B, Box, MadeRun, answer, call_line, draw_image, step_line
+from tests.unit.report_folder import B, Box, MadeRun, answer, draw_image, step_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.req("REPORT-01")]
 
@@ -71,8 +71,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines[2] |= {"loss": None}
     lines[4] |= {f"{B}/strict_drop/bbox_invalid": 3.0}
     lines.append({"step": 20, "eval/f1": 0.875, "eval/precision": 0.5, "eval/recall": 0.5})
-    calls = [call_line(step) for step in range(1, 20, 2)]
-    return write_report(MadeRun(folder / "run", lines, calls, answers_of_a_run(folder)).write())
+    return write_report(MadeRun(folder / "run", lines, answers=answers_of_a_run(folder)).write())
 
 
 def cards(page: Page) -> Locator:

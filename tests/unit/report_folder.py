@@ -22,7 +22,6 @@ from tests.unit.small_run import small_config
 
 Box = tuple[int, int, int, int]
 B = "stage2_ab/channel_b"
-SERVER = "http://server-1:8000"
 
 
 def step_line(step: int, channel: str = "B", **more: Any) -> dict[str, Any]:
@@ -61,25 +60,6 @@ def step_line(step: int, channel: str = "B", **more: Any) -> dict[str, Any]:
     else:
         line |= {"time/wait_s": 0.11, "time/step_s": 0.7}
     return line | {key.replace("__", "/"): value for key, value in more.items()}
-
-
-def call_line(step: int, server: str = SERVER, **more: Any) -> dict[str, Any]:
-    """A line of rollout_calls.jsonl, with one push and one call."""
-    push = {
-        "server": server,
-        "version": step,
-        "again": False,
-        "seconds": {"pause": 0.03, "transfer": 0.1, "finish": 0.03, "total": 0.17},
-        "bytes": 7_000_000,
-    }
-    call = {"server": server, "first": 0, "count": 8, "seed": 1, "attempt": 1}
-    return {
-        "step": step,
-        "pushes": [push],
-        "lost": [],
-        "calls": [{**call, "outcome": "answered"}],
-        **more,
-    }
 
 
 def answer(

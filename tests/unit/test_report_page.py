@@ -12,19 +12,19 @@ from rich.console import Console
 from learner.analysis.report.run_page import renew, reported, write_report
 from learner.commands.look import report as report_command
 from shared_contracts.errors import ContractError, RunError
-from tests.unit.report_folder import MadeRun, answer, call_line, step_line
+from tests.unit.report_folder import MadeRun, answer, step_line
 from tests.unit.test_learner_cli import command
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \'"'
 
 
 def made(path: Path) -> MadeRun:
-    """Both channels, a server, answers, an evaluation, an end."""
+    """Both channels, answers, an evaluation, an end."""
     lines = [step_line(step, "AB"[step % 2]) for step in range(1, 21)]
     lines.append({"step": 20, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
     lines.append({"step": 20, "train_runtime": 60.0})
     answers = [answer(f"train.jsonl:{step}", step) for step in range(1, 20, 2)]
-    return MadeRun(path, lines, [call_line(step) for step in range(1, 20, 2)], answers)
+    return MadeRun(path, lines, answers=answers)
 
 
 def report(run: MadeRun) -> str:
@@ -54,7 +54,6 @@ def test_text_of_answers_is_never_markup(tmp_path: Path) -> None:
 
 
 B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
-NO_PUSHES = [call_line(step, "the learner", pushes=[]) for step in (2, 4)]
 
 
 @pytest.mark.req("REPORT-01")
@@ -67,14 +66,10 @@ NO_PUSHES = [call_line(step, "the learner", pushes=[]) for step in (2, 4)]
         ),
         (MadeRun(Path()), "No step is logged yet."),
         (replace(made(Path()), answers=[]), "No answers are logged"),
-        (
-            MadeRun(Path(), [step_line(2)], NO_PUSHES, [answer()], {"rollout_backend": "hf"}),
-            "No weights were pushed to a server.",
-        ),
         (MadeRun(Path(), [step_line(1), step_line(2)]), "Not finished: step 2 of 3. The last line"),
         (made(Path()), "Finished: 20 steps in 1m00s."),
     ],
-    ids=["channel A", "nothing", "no answers", "no server", "going on", "over"],
+    ids=["channel A", "nothing", "no answers", "going on", "over"],
 )
 def test_every_kind_of_run_has_a_report(run: MadeRun, text: str, tmp_path: Path) -> None:
     assert text in report(replace(run, path=tmp_path))

@@ -144,7 +144,7 @@ def texts(found: list[Finding]) -> list[str]:
 
 
 def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
-    lines = steps(time__wait_s=0.1)
+    lines = steps()
     lines[step - 1] |= more
     return lines
 
@@ -157,12 +157,7 @@ def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
             spoilt(7, loss=None),
             "bad curves: The loss was not a finite number in 1 step (first: step 7)",
         ),
-        (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad servers: Servers were lost 2 times"),
-        (
-            spoilt(9, **{"time/push_s": 0.9}),
-            "look curves: 1 push took longer than the step's training",
-        ),
-        (steps(), "look curves: Steps with answers spent 33% of their time waiting for packs"),
+        (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad curves: Servers were lost 2 times"),
         (
             steps(rollout__parse_truncated_rate=0.12),
             "look dropped: 12.0% of the answers were truncated",
@@ -180,8 +175,22 @@ def test_each_fault_of_a_run_has_a_finding(
     assert text in texts(found_here)
     weights = [finding.weight for finding in found_here]
     assert weights == sorted(weights, key=["bad", "look", "good"].index)
-    good = found(tmp_path / "good", steps(time__wait_s=0.1), [answer()] * 50)
-    assert [finding.weight for finding in good] == ["good"]
+    assert found(tmp_path / "good", steps(), [answer()] * 50) == []
+    calls = [{"step": 2, "sync_fallback": "it failed"}]
+    assert texts(found(tmp_path / "full", steps(), calls=calls)) == [
+        "bad curves: Full weights replaced the adapter: it failed"
+    ]
+
+
+@pytest.mark.req("REPORT-01")
+def test_the_last_f1_is_compared_with_the_best(tmp_path: Path) -> None:
+    scored = [{"step": step, "eval/f1": f1} for step, f1 in ((10, 0.25), (20, 0.75), (30, 0.5))]
+    assert texts(found(tmp_path / "best", scored[:2])) == [
+        "good evaluations: The last F1, 0.750, is the best"
+    ]
+    assert texts(found(tmp_path / "worse", scored)) == [
+        "look evaluations: The best F1 was 0.750 at step 20; the last is 0.500"
+    ]
 
 
 def view(path: Path, lines: list[dict[str, Any]], error: str | None = None, **run: Any) -> RunView:

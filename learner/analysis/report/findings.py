@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally, count_rows
-from learner.analysis.report.run_view import Line, Point, RunView, mean, points_of
-from learner.runs.console import counted, fraction, number, score
+from learner.analysis.report.run_view import RunView, mean, points_of
+from learner.runs.console import counted, fraction, score
 from learner.runs.declared import ANSWER_FAULTS, DROPS
 
 Weight = Literal["bad", "look", "good"]
@@ -20,10 +20,6 @@ GUARD = "rollout/repeat_terminate_triggered_sequences"
 # Smallest shares for a finding.
 _TRUNCATED = 0.01
 _WRONG = 0.1
-_WAITING = 0.3
-_PUSHING = 0.3
-# Smallest number of steps for a trend.
-_FEWEST_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,7 @@ def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
         *_failures(run),
         *_drops(run, tally),
         *_answers(run, tally),
-        *_trends(run),
-        *_time(run),
+        *_scores(run),
     ]
     if unreadable:
         text = f"{counted(unreadable, 'image')} of the answers shown cannot be read any more"
@@ -83,12 +78,12 @@ def _failures(run: RunView) -> Iterator[Finding]:
         return int(sum(line.get(each) or 0 for line in run.metrics for each in keys))
 
     if lost := total("rollout/servers_lost"):
-        yield Finding("bad", f"Servers were lost {counted(lost, 'time')}", "servers")
+        yield Finding("bad", f"Servers were lost {counted(lost, 'time')}", "curves")
     if retries := total("rollout/retries"):
-        yield Finding("look", f"{counted(retries, 'server call')} had to be repeated", "servers")
+        yield Finding("look", f"{counted(retries, 'server call')} had to be repeated", "curves")
     fallbacks = {line["sync_fallback"] for line in run.calls if line.get("sync_fallback")}
     for reason in sorted(map(str, fallbacks)):
-        yield Finding("bad", f"Full weights replaced the adapter: {reason}", "servers")
+        yield Finding("bad", f"Full weights replaced the adapter: {reason}", "curves")
 
 
 def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
@@ -121,22 +116,7 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
         yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "dropped")
 
 
-def _trends(run: RunView) -> Iterator[Finding]:
-    for channel, lines in run.by_channel.items():
-        ends = _ends(points_of(lines, "loss"))
-        if ends and ends[1] > ends[0]:
-            text = (
-                f"The loss of channel {channel} rose: {number(ends[0])} in the first third of its "
-                f"steps, {number(ends[1])} in the last"
-            )
-            yield Finding("look", text, "curves")
-    if ends := _ends(run.series(f"{B}match_rate")):
-        rose = ends[1] > ends[0]
-        text = (
-            f"The match rate of training images {'rose' if rose else 'did not rise'}: "
-            f"{ends[0]:.1%} in the first third of the steps with answers, {ends[1]:.1%} in the last"
-        )
-        yield Finding("good" if rose else "look", text, "curves")
+def _scores(run: RunView) -> Iterator[Finding]:
     scores = points_of(run.evaluations, "eval/f1")
     known = [(value, step) for step, value in scores if value is not None]
     if len(known) < 2:
@@ -148,32 +128,3 @@ def _trends(run: RunView) -> Iterator[Finding]:
         yield Finding("look", text, "evaluations")
     elif best > 0:
         yield Finding("good", f"The last F1, {score(last)}, is the best", "evaluations")
-
-
-def _ends(series: list[Point]) -> tuple[float, float] | None:
-    """Return the means of the first and the last third; None for a short or empty series."""
-    third = len(series) // 3
-    if len(series) < _FEWEST_STEPS:
-        return None
-    first, last = mean(series[:third]), mean(series[-third:])
-    return None if first is None or last is None else (first, last)
-
-
-def _time(run: RunView) -> Iterator[Finding]:
-    def seconds(line: Line, phase: str) -> float:
-        return float(line.get(f"time/{phase}_s") or 0.0)
-
-    slow = [line for line in run.steps if seconds(line, "push") > seconds(line, "learn") > 0]
-    if slow:
-        verb = "push took" if len(slow) == 1 else "pushes took"
-        yield Finding("look", f"{len(slow)} {verb} longer than the step's training", "curves")
-    of_b = run.by_channel.get("B", [])
-    whole = sum(seconds(line, "step") for line in of_b)
-    for phase, least, doing in (
-        ("wait", _WAITING, "waiting for packs"),
-        ("push", _PUSHING, "pushing weights"),
-    ):
-        share = sum(seconds(line, phase) for line in of_b) / whole if whole else 0.0
-        if share >= least:
-            text = f"Steps with answers spent {share:.0%} of their time {doing}"
-            yield Finding("look", text, "curves")

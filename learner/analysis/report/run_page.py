@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from learner.analysis.report.answers import MOST_STEPS, Counted, ReadAnswers, read_answers
+from learner.analysis.report.answers import Counted, ReadAnswers, read_answers
 from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, asset, link, publish_page
@@ -36,22 +36,16 @@ from learner.runs.console import score, tell
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 
 
-def write_report(
-    folder: RunFolder,
-    out: Path | None = None,
-    error: str | None = None,
-    most_steps: int = MOST_STEPS,
-) -> Path:
+def write_report(folder: RunFolder, out: Path | None = None, error: str | None = None) -> Path:
     """Write the page, by default into the folder; return its path.
 
-    error: the error that ended the run, if known. most_steps: limit of steps whose answers are
-    read.
+    error: the error that ended the run, if known.
 
     Raises ContractError if a log cannot be read.
     """
     out = out or folder.path / REPORT
     run = RunView.of(folder, error)
-    answers = read_answers(folder, most_steps)
+    answers = read_answers(folder)
     resolution = run.config.rollout_matching.matching.maskiou_resolution
     shown = gallery(answers.shown, answers.tally.answers, resolution, run.replay)
     unreadable = sum(bool(picture["problem"]) for picture in shown["pictures"])
@@ -74,7 +68,6 @@ def write_report(
         "sections": [
             _evaluations(run, evaluations, newest, out),
             _curves(curves),
-            _servers(run),
             _dropped(run, answers),
         ],
         "plots": {plot.slug: asdict(plot) for plot in curves},
@@ -132,28 +125,6 @@ def _curves(drawn: Sequence[Plot]) -> Section:
     return Section("curves", "Curves", lead if drawn else "No step is logged yet.", plots=groups)
 
 
-def _servers(run: RunView) -> Section:
-    """Return counts by server, in log order; the learner itself may be one of them."""
-    pushes = [push for line in run.calls for push in line.get("pushes", ())]
-    calls = [call for line in run.calls for call in line.get("calls", ())]
-    lost = [server for line in run.calls for server, _ in line.get("lost", ())]
-    configured = [entry["base_url"] for entry in run.facts.get("servers", ())]
-    names = [*configured, *(each["server"] for each in [*pushes, *calls]), *lost]
-    rows = []
-    for server in dict.fromkeys(names):
-        seconds = [push["seconds"]["total"] for push in pushes if push["server"] == server]
-        outcomes = [call["outcome"] for call in calls if call["server"] == server]
-        answered = outcomes.count("answered")
-        mean = f"{sum(seconds) / len(seconds):.3g} s" if seconds else "-"
-        slowest = f"{max(seconds):.3g} s" if seconds else "-"
-        counts = [answered, len(outcomes) - answered, lost.count(server)]
-        rows.append([server, f"{len(seconds):,}", mean, slowest, *(f"{n:,}" for n in counts)])
-    columns = ["", "#pushes", "#mean", "#slowest", "#calls answered", "#failed", "#times lost"]
-    lead = "" if pushes else "No weights were pushed to a server."
-    tables = [Table("", columns, rows)] if rows else []
-    return Section("servers", "Servers and pushes", lead, tables=tables)
-
-
 def _dropped(run: RunView, answers: ReadAnswers) -> Section:
     title = "What was dropped"
     if "B" not in run.by_channel:
@@ -173,10 +144,6 @@ def _dropped(run: RunView, answers: ReadAnswers) -> Section:
 def _count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
     rows = [[each.name, f"{each.count:,}", each.share, each.meaning] for each in counts]
     return Table(title, ["", unit, "#share", "meaning"], rows)
-
-
-# Limit of steps after an error, as a failing process has only seconds left.
-_FEW = 100
 
 
 @contextmanager
@@ -214,7 +181,7 @@ def _write(folder: Path, console: Console, error: str | None) -> None:
         run = RunFolder.open(folder)
         if not run.metrics():
             return
-        out = write_report(run, error=error, most_steps=MOST_STEPS if error is None else _FEW)
+        out = write_report(run, error=error)
     except Exception as problem:  # noqa: BLE001  # a report must not end a run
         line = f"Warning: no report.html: {error_text(problem)}; try learner report {folder}"
     else:
