@@ -237,8 +237,7 @@ def look(
     print_tables(list(stats_tables(all_samples, lengths, top)))
     if out is None:
         return
-    for where, found in write_page(chosen, out).items():
-        typer.echo(f"warning: {where}\n  found: {found}\n  do: Run `learner data check`.", err=True)
+    write_page(chosen, out)
     typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from learner.data.images import UnreadableImage, image_problem, open_upright, try_inspect
+from learner.data.images import UnreadableImage, open_upright
 from learner.data.jsonl import MAX_BIN, bounding_box
 from learner.runs.atomic_files import publish_directory
 from learner.types import GroundTruthObject, Sample
@@ -58,23 +58,18 @@ def samples_of_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
     return list(chosen.values())
 
 
-def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:
+def write_page(samples: Sequence[Sample], out: Path) -> None:
     """Publish a folder with the page and the first image of each sample, atomically.
-
-    Return a message by sample id for each image whose size differs from its line.
 
     Raises ContractError if an image cannot be decoded or `out` is not empty.
     """
-    sizes: dict[str, str] = {}
     with publish_directory(out) as part:
         for sample in samples:
-            path, size = sample.images[0], (sample.width, sample.height)
-            result = try_inspect(path)
-            if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
-                if isinstance(result, UnreadableImage):
-                    raise problem
-                sizes[sample.sample_id] = problem.found
-            image = open_upright(path)
+            try:
+                image = open_upright(sample.images[0])
+            except UnreadableImage as error:
+                found, do = f"image {sample.images[0]} {error}", "Run `learner data check`."
+                raise ContractError(sample.sample_id, found, do) from error
             image.thumbnail((MAX_SIDE, MAX_SIDE))
             image.save(part / picture_name(sample))
         templates = Environment(
@@ -87,14 +82,12 @@ def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:
             {
                 "sample": sample,
                 "source": quote(picture_name(sample), errors="surrogateescape"),
-                "other_size": sizes.get(sample.sample_id),
                 "objects": [_drawn(item) for item in sample.objects],
             }
             for sample in samples
         ]
         page = templates.get_template("look.html.jinja").render(figures=figures, max_bin=MAX_BIN)
         (part / "index.html").write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-    return sizes
 
 
 def picture_name(sample: Sample) -> str:
