@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from learner.data.detection import Format
+from learner.data.detection import Format, OutFormat
 from learner.data.records import Corners, Order, Scale
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
@@ -61,9 +61,23 @@ def check(
         raise typer.Exit(2)
 
 
+# Option -> the formats that are read or written with it.
+_NUMBERS = ("coco", "lvis", "ms-swift", "sharegpt", "qwen")
+_READ = (*_NUMBERS, "yolo", "voc")
+_USED_BY = {
+    "--images": (*_NUMBERS, "voc", "to coco", "to lvis", "to ms-swift"),
+    "--scale": _NUMBERS,
+    "--boxes": _NUMBERS,
+    "--split": ("yolo", "voc"),
+    "--left-out": _READ,
+    "--geometry": ("coco", "lvis", "yolo", "to yolo"),
+    "--order": _READ,
+    "--skip-empty": _READ,
+}
+
+
 @data_app.command()
 def convert(
-    context: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="JSONL or JSON file, or folder of the data set.")
     ],
@@ -71,7 +85,7 @@ def convert(
     from_format: Annotated[
         Format | None, typer.Option("--from", help="Format of IN. (found from its content)")
     ] = None,
-    to_format: Annotated[Format, typer.Option("--to", help="Format of OUT.")] = "jsonl",
+    to_format: Annotated[OutFormat, typer.Option("--to", help="Format of OUT.")] = "jsonl",
     images: Annotated[
         Path | None,
         typer.Option(help="Folder that image names start at; not of yolo. (found beside the file)"),
@@ -128,7 +142,13 @@ def convert(
         found = f"{source} is {from_format}, and OUT is to be {to_format}"
         do = "One of both is jsonl: name the other one."
         raise ContractError("--from, --to", found, do)
-    _require_known_options(context, from_format, to_format)
+    form = f"to {to_format}" if from_format == "jsonl" else from_format
+    changed = (geometry != "bbox_2d", order != "file", skip_empty)
+    values = (images, scale, boxes, split, left_out, *changed)
+    used = zip(_USED_BY.items(), values, strict=True)
+    if unused := [name for (name, forms), value in used if value and form not in forms]:
+        found = f"given from {from_format} to {to_format}"
+        raise ContractError(", ".join(unused), found, "Leave it out; see docs/data.md.")
     if images is not None and not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name a folder.")
     if to_format in ("yolo", "voc"):
@@ -154,44 +174,6 @@ def convert(
         typer.echo(f"Left out: {left_out}")
     write_records(conversion, out)
     typer.echo(f"Data file: {out}")
-
-
-# Options beside --from and --to, of a conversion to and from JSONL.
-_TO_JSONL = {"order", "skip_empty", "left_out"}
-_CONVERSATIONS = {"images", "scale", "boxes", *_TO_JSONL}
-_FROM: dict[Format, set[str]] = {
-    "coco": {"geometry", *_CONVERSATIONS},
-    "lvis": {"geometry", *_CONVERSATIONS},
-    "yolo": {"split", "geometry", *_TO_JSONL},
-    "voc": {"images", "split", *_TO_JSONL},
-    "ms-swift": _CONVERSATIONS,
-    "sharegpt": _CONVERSATIONS,
-    "qwen": _CONVERSATIONS,
-}
-_TO: dict[Format, set[str]] = {
-    "coco": {"images"},
-    "lvis": {"images"},
-    "yolo": {"geometry"},
-    "voc": set(),
-    "ms-swift": {"images"},
-}
-
-
-def _require_known_options(context: typer.Context, from_format: Format, to_format: Format) -> None:
-    """Raise ContractError for given options that the conversion does not use."""
-    other, options = (to_format, _TO) if from_format == "jsonl" else (from_format, _FROM)
-    if (known := options.get(other)) is None:
-        found, do = f"{other} is read, and not written", f"Name one of {', '.join(_TO)}."
-        raise ContractError("--to", found, do)
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    if unused := given - known - {"source", "out", "from_format", "to_format"}:
-        do = f"Leave it out; this conversion takes {_options(known) or 'no option'}."
-        raise ContractError(_options(unused), f"given from {from_format} to {to_format}", do)
-
-
-def _options(names: set[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
 @data_app.command()

@@ -8,7 +8,8 @@ from learner.data.files import read_text, records
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
-Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
+OutFormat = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift"]
+Format = Literal[OutFormat, "sharegpt", "qwen"]
 DATA_YAML = "data.yaml"
 # Keys of a record of Qwen with its boxes, and of a box with its description.
 LISTS = ("objects", "annotations", "detections", "boxes")

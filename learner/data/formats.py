@@ -10,7 +10,7 @@ from pathlib import Path
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, write_swift
-from learner.data.detection import Format
+from learner.data.detection import Format, OutFormat
 from learner.data.files import DataProblem, capped
 from learner.data.images import ImageInfo, Watch, image_problem, inspect_all, inspect_header
 from learner.data.jsonl import scan
@@ -44,7 +44,7 @@ def read_other(
 
 
 def write_other(
-    source: Path, out: Path, form: Format, images: Path, geometry: GeometryKind, watch: Watch
+    source: Path, out: Path, form: OutFormat, images: Path, geometry: GeometryKind, watch: Watch
 ) -> tuple[list[Sample], Account]:
     """Write a data file in another format; return its samples, which have one image each.
 

@@ -194,7 +194,6 @@ def test_a_scale_that_cannot_be_found_is_asked_for(tmp_path: Path) -> None:
     ("arguments", "found"),
     [
         (["data.jsonl", "out.jsonl"], "data.jsonl is jsonl, and OUT is to be jsonl"),
-        (["data.jsonl", "out.jsonl", "--to", "qwen"], "qwen is read, and not written"),
         (["unknown.jsonl", "out.jsonl"], "has the keys"),
         ([".", "out.jsonl"], "neither data.yaml nor XML files"),
         (["coco.json", "out", "--to", "yolo"], "this is coco. Convert it to jsonl first"),
