@@ -70,6 +70,13 @@ class AsyncRolloutConfig(StrictModel):
                 "Use 1 or more, or raise sync_every_steps",
                 "version_window",
             )
+        if self.prefetch_target_packs > self.queue_limit:
+            yield Refusal(
+                f"{self.prefetch_target_packs} packs do not fit into queue_limit "
+                f"{self.queue_limit}",
+                "Lower it, or raise queue_limit",
+                "prefetch_target_packs",
+            )
 
 
 class EvalDetectionConfig(StrictModel):
@@ -82,6 +89,12 @@ class EvalDetectionConfig(StrictModel):
     the run"""
     greedy: bool = False
     """decode the answers of evaluations greedily, also where rollouts are sampled"""
+
+    def disagreements(self) -> Iterator[Refusal]:
+        if self.save_answers and not self.enabled:
+            found = "is true, and enabled is false: nothing would be kept"
+            do = "Set rollout_matching.eval_detection.enabled to true, or it to false"
+            yield Refusal(found, do, "save_answers")
 
 
 class RolloutMatchingConfig(SharedRolloutConfig):
@@ -153,6 +166,10 @@ class RolloutMatchingConfig(SharedRolloutConfig):
             found = "is missing with" if beam else "is given without"
             do = "Set it to 2 or more" if beam else "Remove it, or set decode_mode to beam"
             yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
+        elif beam and self.eval_detection.greedy:
+            found = "is true, and decode_mode is beam, which evaluations use, too"
+            do = "Set it to false, or decode_mode to greedy or sampling"
+            yield Refusal(found, do, "eval_detection.greedy")
         elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
             yield Refusal(
                 f"{self.num_beams} beams are decoded at once for one answer, and "
@@ -169,6 +186,14 @@ class RolloutMatchingConfig(SharedRolloutConfig):
                 f"{self.max_new_tokens}",
                 "Raise it, or lower rollout_matching.max_new_tokens",
                 "vllm.max_model_len",
+            )
+        guard = self.repeat_terminate
+        if guard.enabled and guard.min_new_tokens >= self.max_new_tokens:
+            yield Refusal(
+                f"{guard.min_new_tokens}, and no answer is longer than max_new_tokens "
+                f"{self.max_new_tokens}: the guard has no effect",
+                "Lower it, or set repeat_terminate.enabled to false",
+                "repeat_terminate.min_new_tokens",
             )
 
     def _of_async(self) -> Iterator[Refusal]:

@@ -340,6 +340,7 @@ class Config(StrictModel):
         yield from self._of_sections()
         yield from self._of_adapters()
         yield from self._of_channels()
+        yield from self._of_self_context()
         yield from self._of_duplicates()
         yield from self._of_async()
         yield from self._of_policy_gradient()
@@ -352,6 +353,17 @@ class Config(StrictModel):
         if self.training.eval_strategy == "steps" and self.data.val_jsonl is None:
             do = "Give a file to evaluate on, or set training.eval_strategy to no"
             yield Refusal("is missing with training.eval_strategy: steps", do, "data.val_jsonl")
+        if self.rollout_matching.eval_detection.enabled and self.training.eval_strategy == "no":
+            found = "is true, and training.eval_strategy is no: the run evaluates nothing"
+            do = "Set it to false, or training.eval_strategy to steps"
+            yield Refusal(found, do, "rollout_matching.eval_detection.enabled")
+        if self.rollout_matching.max_new_tokens >= self.global_max_length:
+            yield Refusal(
+                f"{self.rollout_matching.max_new_tokens} leaves no room for a prompt in "
+                f"global_max_length {self.global_max_length}",
+                "Lower it, or raise global_max_length",
+                "rollout_matching.max_new_tokens",
+            )
 
     def _of_adapters(self) -> Iterator[Refusal]:
         rollout = self.rollout_matching
@@ -368,6 +380,21 @@ class Config(StrictModel):
                 found = f"channel {channel} runs, but no enabled module of positive weight lists it"
                 do = f"Add {channel} to the channels of a module"
                 yield Refusal(found, do, f"{self.pipeline_path}.objective")
+        for index, module in enumerate(self.pipeline.objective):
+            if module.enabled and not module.channels:
+                found = "[]: the module would run in no channel"
+                do = "List A, B or both, or set its enabled to false"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
+
+    def _of_self_context(self) -> Iterator[Refusal]:
+        """Several forwards of channel A need a module that learns from the last one."""
+        own = self.stage2_ab
+        if own is None or own.n_softctx_iter == 1 or "A" not in self._channels():
+            return
+        if not any(module.learns_from_last for module in self._teaching("A")):
+            found = f"{own.n_softctx_iter}, and no module learns from the last of the forwards"
+            do = "Set it to 1, or add bbox_geo or coord_reg to channel A"
+            yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_duplicates(self) -> Iterator[Refusal]:
         """A module that reads removed duplicates needs `prefix: clean` (CLEAN-02)."""
@@ -448,6 +475,11 @@ class Config(StrictModel):
             found = "is true, and without channel A there is nothing to run while rollouts are late"
             do = "Set it to false, or use custom.trainer_variant: stage2_two_channel"
             yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
+        for index, module in enumerate(self.pipeline.objective):
+            if module.enabled and module.channels and "B" not in module.channels:
+                found = f"{list(module.channels)}, and only channel B runs: the module has no use"
+                do = "List B, or set its enabled to false"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
 
 def _require_home(

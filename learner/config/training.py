@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
@@ -140,19 +140,40 @@ class TrainingConfig(StrictModel):
             return data
         return {k: v for k, v in data.items() if v is not None or k not in NULL_MEANS_DERIVED}
 
+    @field_validator("run_name")
+    @classmethod
+    def _not_blank(cls, name: str) -> str:
+        if not name.strip():
+            raise Refusal("a blank name", "Give the run a name")
+        return name
+
+    @field_validator("report_to")
+    @classmethod
+    def _no_tracker_twice(cls, report_to: tuple[ReportTo, ...]) -> tuple[ReportTo, ...]:
+        if "none" in report_to and len(report_to) > 1:
+            raise Refusal("none beside trackers", "Write [none] alone, or take none out")
+        if len(set(report_to)) < len(report_to):
+            raise Refusal("a tracker is named twice", "Name each once")
+        return report_to
+
     @property
     def trackers(self) -> list[Tracker]:
-        """Those of `report_to`, each once."""
-        return [tracker for tracker in dict.fromkeys(self.report_to) if tracker != "none"]
+        """Those of `report_to`."""
+        return [tracker for tracker in self.report_to if tracker != "none"]
 
     def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_steps()
-        if self.effective_batch_size % self.per_device_train_batch_size:
-            yield _indivisible(self.effective_batch_size, self.per_device_train_batch_size)
+        yield from self._of_batches()
         if self.packing and not self.packing_drop_last:
             yield Refusal(
                 "is false with packing", "Set it to true, or packing to false", "packing_drop_last"
             )
+        if self.warmup_ratio > 0 and self.lr_scheduler_type == "constant":
+            found = f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant"
+            yield Refusal(found, "Use constant_with_warmup, or set it to 0", "warmup_ratio")
+        if self.resume == "auto" and self.save_strategy == "no":
+            found = "auto, and save_strategy is no: there would be nothing to resume from"
+            yield Refusal(found, "Set save_strategy to steps, or resume to never", "resume")
         if self.push_to_hub:
             yield from self._of_hub()
 
@@ -171,8 +192,30 @@ class TrainingConfig(StrictModel):
         if (self.max_steps is None) == (self.num_train_epochs is None):
             found = "is missing" if self.max_steps is None else "is set beside num_train_epochs"
             yield Refusal(found, "Set one of max_steps and num_train_epochs", "max_steps")
-        if self.eval_strategy != "no" and self.eval_steps is None:
+        if self.eval_strategy == "no":
+            return
+        if self.eval_steps is None:
             yield Refusal("is missing", "Set it, or eval_strategy to no", "eval_steps")
+        elif self.max_steps is not None and self.eval_steps > self.max_steps:
+            yield Refusal(
+                f"{self.eval_steps}, and the run ends after {self.max_steps} steps: it evaluates "
+                "nothing",
+                "Lower it, or set eval_strategy to no",
+                "eval_steps",
+            )
+
+    def _of_batches(self) -> Iterator[Refusal]:
+        batch, micro = self.effective_batch_size, self.per_device_train_batch_size
+        steps = self.gradient_accumulation_steps
+        if batch % micro:
+            yield _indivisible(batch, micro)
+        elif steps is not None and batch // micro % steps:
+            yield Refusal(
+                f"{steps}, but effective_batch_size {batch} / per_device_train_batch_size {micro} "
+                f"makes {batch // micro}, divided by the number of processes",
+                "Leave it out",
+                "gradient_accumulation_steps",
+            )
 
     def total_steps(self, samples: int) -> int:
         """Return the optimizer steps of a run with `samples` samples an epoch."""

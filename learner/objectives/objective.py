@@ -108,6 +108,11 @@ class Objective(ModuleEntry):
         return True
 
     @property
+    def learns_from_last(self) -> bool:
+        """Whether it learns from the last of several forwards."""
+        return True
+
+    @property
     def reads_last_text(self) -> bool:
         """Whether it reads the text of the last of several forwards."""
         return False

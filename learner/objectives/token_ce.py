@@ -52,8 +52,12 @@ class TokenCEModule(Objective):
     }
 
     @property
-    def reads_last_text(self) -> bool:
+    def learns_from_last(self) -> bool:
         return self.config.self_context_struct_ce_weight > 0
+
+    @property
+    def reads_last_text(self) -> bool:
+        return self.learns_from_last
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
         """Return weights by role (LOSS-01). In channel A all objects have the appended roles."""
@@ -82,7 +86,7 @@ class TokenCEModule(Objective):
         for name, part in {"struct_ce": weighted[~is_desc], "desc_ce": weighted[is_desc]}.items():
             if len(part):
                 yield Term(name, "text", part.sum())
-        if stats.final is stats.anchor or not self.reads_last_text:
+        if stats.final is stats.anchor or not self.learns_from_last:
             return
         last = (selection.text_weights * stats.final.text_nll)[~is_desc]
         if len(last):

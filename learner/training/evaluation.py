@@ -44,8 +44,9 @@ def build_scorer(
     device = next(loaded.model.parameters()).device
     detection = config.rollout_matching.eval_detection
     log = None
-    if detection.enabled and (data := config.data.val_jsonl) is not None:
-        folder = config.training.output_dir
+    if detection.enabled:
+        folder, data = config.training.output_dir, config.data.val_jsonl
+        assert data is not None, "checked with the config"
         facts = {"run": str(folder), **evaluation_facts(config, data)}
         polygons, save = config.allow_poly, detection.save_answers
         log = EvaluationLog(folder, data, facts, polygons=polygons, save=save, peers=peers)
