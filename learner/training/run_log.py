@@ -10,19 +10,22 @@
 <output_dir>/report.html            the report page, after training (`report`)
 
 `tracker_callbacks` makes transformers' own callbacks for `training.report_to`, in process 0 alone.
-`ProgressDisplay` shows a run on its terminal.
+A tracker that does not start ends the run before its first step. A tracker that breaks later gives
+one warning. `ProgressDisplay` shows a run on its terminal.
 """
 
 import json
+import logging
 import math
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ from learner.runs.atomic_files import append_line, publish_text
 from learner.runs.console import channel_and_loss, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, lock_folder
+from shared_contracts.errors import RunError
 
 _LIBRARIES = (
     *("rollmatch", "torch", "transformers", "accelerate", "peft"),
@@ -182,15 +186,60 @@ class ProgressDisplay(TrainerCallback):
             self._progress.stop()
 
 
+_LOG = logging.getLogger(__name__)
+
+
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
     """Return a callback for each tracker of the run.
 
     TensorBoard's drops the events after the step at which the run resumes.
+
+    Raises RunError if a tracker does not start.
     """
-    others = [name for name in training.trackers if name != "tensorboard"]
-    callbacks = [made() for made in get_reporting_integration_callbacks(others)]
-    if "tensorboard" in training.trackers:
+
+    def tensorboard() -> TrainerCallback:
         again_from = start.step + 1 if start.goes_on else None
-        writer = SummaryWriter(training.logging_dir, purge_step=again_from)
-        callbacks.append(TensorBoardCallback(writer))
-    return callbacks
+        return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
+
+    return [
+        # Each of its own class: transformers warns about two callbacks of one.
+        type(name, (GuardedTracker,), {})(
+            name, tensorboard if name == "tensorboard" else partial(_other_tracker, name)
+        )
+        for name in training.trackers
+    ]
+
+
+def _other_tracker(name: str) -> TrainerCallback:
+    (made,) = get_reporting_integration_callbacks([name])
+    callback: TrainerCallback = made()
+    return callback
+
+
+class GuardedTracker(TrainerCallback):
+    """Calls the hooks of a tracker's callback, and names the tracker in their errors.
+
+    An error before the first step ends the run. Later the first error is a warning.
+    """
+
+    def __init__(self, name: str, make: Callable[[], TrainerCallback]) -> None:
+        self._name = name
+        self._warned = False
+        made = self._call("start", make)
+        for event in dir(TrainerCallback):
+            if event.startswith("on_"):
+                setattr(self, event, partial(self._call, event, getattr(made, event)))
+
+    def _call(self, event: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        try:
+            return hook(*given, **named)
+        except Exception as error:  # trackers raise errors of any type
+            if event in ("start", "on_init_end", "on_train_begin"):
+                raise RunError(
+                    f"the tracker {self._name} does not start: {error}. Correct this, or remove it "
+                    "from training.report_to"
+                ) from error
+            if not self._warned:
+                text = "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s"
+                _LOG.warning(text, self._name, error)
+            self._warned = True

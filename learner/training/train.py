@@ -50,7 +50,7 @@ from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
-from learner.runs.resume import data_digest, log_sizes
+from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.training.asynchronous_rollouts import AsyncSource
@@ -129,7 +129,7 @@ def train_as(
     if peers.count == 1:
         _require_one_gpu()
     assert not inputs.finished(config.training), "checked by the command"
-    folder, start = config.training.output_dir, inputs.start
+    folder, start = config.training.output_dir, _agreed(inputs.start, peers)
     with ExitStack() as stack:
         opened = open_run_folder(config, inputs.placement, start)
         broadcast_from_rank0(peers, lambda: str(stack.enter_context(opened)))
@@ -184,6 +184,17 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
             log.add(known)
     fault = partial(image_fault, rule=Checkpoint(config.model.model).image_rule)
     return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
+
+
+def _agreed(start: Start, peers: Peers) -> Start:
+    """Return the common start. Raises RunError if processes see different run folders."""
+    steps = peers.all_gather(lambda: start.step)
+    if len(set(steps)) > 1:
+        raise RunError(
+            f"the learner processes see checkpoints of different steps ({steps}): "
+            "training.output_dir must be one folder for all of them"
+        )
+    return start
 
 
 def _require_shared(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trackers of a run: refusals, reported numbers."""
+"""Trackers of a run: names, refusals, reported numbers, failures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import wandb
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
+from learner.runs.resume import BEGINNING
 from learner.training.input_checks import check_inputs
-from shared_contracts.errors import ContractError
+from learner.training.run_log import tracker_callbacks
+from learner.training.trainer import training_arguments
+from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 
@@ -61,3 +66,35 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     assert run.summary["train/global_step"] == last["step"] == 3
     assert run.summary[f"train/{key}"] == last[key]
     assert not (folder / "tensorboard").exists(), "it was not named"
+
+
+def test_several_trackers_are_callbacks_of_several_classes(mapping: dict[str, Any]) -> None:
+    """transformers warns of two callbacks of one class."""
+    callbacks = tracker_callbacks(reporting(mapping, "tensorboard", "wandb").training, BEGINNING)
+    assert len({type(each) for each in callbacks}) == len(callbacks) == 2
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_log"])
+def test_a_tracker_that_breaks_ends_a_run_that_starts_and_is_left_out_of_one_that_goes_on(
+    mapping: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    event: str,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("the tracker is full")
+
+    tracker = type("Breaking", (TrainerCallback,), {"tracker": None, event: broken})
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "codecarbon", tracker)
+    config = reporting(mapping, "codecarbon")
+    arguments = training_arguments(config, config.training.output_dir)
+    (callback,) = tracker_callbacks(config.training, BEGINNING)
+    given = (arguments, TrainerState(), TrainerControl())
+    if event == "on_train_begin":
+        with pytest.raises(RunError, match=r"tracker codecarbon does not start: .* is full"):
+            callback.on_train_begin(*given)
+        return
+    for _ in range(2):
+        callback.on_log(*given)
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "learner.training.run_log"]
+    assert text.startswith("the tracker codecarbon misses numbers of this run")
