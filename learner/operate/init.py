@@ -210,19 +210,26 @@ def _has_coordinate_tokens(model: Path) -> bool:
 def as_data_file(option: str, source: Path, out: Path) -> Path:
     """Return a data file with the samples of `source`: itself if it is one, else a new file `out`.
 
-    Of a YOLO data set, the split with the name of `out` is read.
+    Of a data set with several splits, the one with the name of `out` is read.
     """
     if (form := detect_format(source)) == "jsonl":
         return source
     try:
-        read = read_other(source, form, split=out.stem if form == "yolo" else None)
+        try:
+            read = read_other(source, form)
+        except ContractError as error:
+            if error.where != "--split":
+                raise
+            read = read_other(source, form, split=out.stem)
         conversion = convert(read, out, watch)
         show_conversion(conversion, f"{source} is {form}")
         write_records(conversion, out)
     except ContractError as error:
-        do = f"{error.do.removesuffix('.')}. "
-        do += f"`learner data convert {shlex.quote(str(source))} FILE.jsonl` takes options for it"
-        raise ContractError(option, f"{error.where}: {error.found}", do) from error
+        own = " ".join(f"{each.do.removesuffix('.')}." for each in error.errors)
+        convert_it = f"learner data convert {shlex.quote(str(source))} FILE.jsonl"
+        do = f"{own} `{convert_it}` takes options for it"
+        found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
+        raise ContractError(option, found, do) from error
     return out
 
 
@@ -234,6 +241,8 @@ def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -
     canvas = MatchingConfig().maskiou_resolution
     reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
     for report, path in zip(reports, final, strict=True):
+        if report.path != path:
+            tell(console, f"Data file: {path}")
         report.path = path
     print_tables(check_tables(reports))
     findings = [each for report in reports for each in report.findings]

@@ -140,6 +140,7 @@ def test_data_of_another_format_is_converted(
     words = ["data", "convert", str(toy_data.val_jsonl), str(source), "--to", "coco"]
     assert CliRunner().invoke(app, words).exit_code == 0
     printed = start(init_options(toy_checkpoint, toy_data, out, data=source, val=source))
+    assert f"Data file: {out / 'train.jsonl'}" in printed
     files = [str(out / name) for name in ("train.jsonl", "val.jsonl")]
     assert f"`learner data check {' '.join(files)}` lists the warnings" in printed
     table = capsys.readouterr().out
