@@ -7,11 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from rollout_server.runtime.refusals import refusal
-from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
-
-# Largest number of faults that a refusal lists.
-MOST_LISTED = 32
 
 
 @cache
@@ -37,33 +33,25 @@ def checkpoint_parameters(folder: Path) -> dict[str, list[int]]:
 def check_manifest(
     parameters: Sequence[ParameterMeta], expected: Mapping[str, list[int]], dtype: DtypeName
 ) -> None:
-    """Raise the `manifest-mismatch` problem with all faults, if there are any.
+    """Raise the `manifest-mismatch` problem unless every parameter comes once and as expected.
 
     expected: `checkpoint_parameters`. dtype: of the engines' weights.
     """
-    times = Counter(parameter.name for parameter in parameters)
-    faults = [(name, "missing", f"{shape}") for name, shape in expected.items() if not times[name]]
-    faults += [(name, "duplicate", f"{many} times") for name, many in times.items() if many > 1]
-    for parameter in parameters:
-        shape = expected.get(parameter.name)
-        if shape is None:
-            faults.append((parameter.name, "unexpected", "the model has no such parameter"))
-        elif shape != parameter.shape:
-            faults.append((parameter.name, "shape", f"{parameter.shape}, not {shape}"))
-        elif parameter.dtype != (wanted := wire_dtype(parameter.name, dtype)):
-            faults.append((parameter.name, "dtype", f"{parameter.dtype}, not {wanted}"))
-    if not faults:
+    sent = Counter((each.name, each.dtype, tuple(each.shape)) for each in parameters)
+    wanted = Counter((name, wire_dtype(name, dtype), tuple(expected[name])) for name in expected)
+    if not (wrong := [*(wanted - sent), *(sent - wanted)]):
         return
-    name, kind, detail = faults[0]
-    errors = [
-        {"where": where, "fault": fault, "detail": found}
-        for where, fault, found in faults[:MOST_LISTED]
+    name = wrong[0][0]
+    forms = [
+        " and ".join(f"{kind} {list(shape)}" for n, kind, shape in which.elements() if n == name)
+        for which in (sent, wanted)
     ]
-    text = (
-        f"server: {len(faults)} fault(s), nothing was loaded and the weights have not changed; "
-        f"the first: {name} ({kind}): {detail}"
+    count = len({each[0] for each in wrong})
+    detail = (
+        f"server: {count} parameter(s) do not fit the model, nothing was loaded; the first: {name} "
+        f"is sent as {forms[0] or 'nothing'}, and the model has {forms[1] or 'no such parameter'}"
     )
-    raise ProblemError(Problem.of("manifest-mismatch", text, "parameters", errors))
+    raise refusal("manifest-mismatch", detail, "parameters")
 
 
 _PEFT = "base_model.model."

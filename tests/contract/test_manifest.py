@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from learner.models.toy import ToyFamily
 from learner.rollout.sync.weights import MergedWeights
-from rollout_server.weights.manifest import MOST_LISTED, check_manifest, checkpoint_parameters
+from rollout_server.weights.manifest import check_manifest, checkpoint_parameters
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import DtypeName, ParameterMeta
 from tests.contract.toy_checkpoints import make_checkpoint
@@ -45,36 +45,18 @@ A, B = parameter("a", 2, 3), parameter("b", 4)
 
 @pytest.mark.req("SYNC-05")
 @pytest.mark.parametrize(
-    ("sent", "faults"),
+    ("sent", "found"),
     [
-        ([B, A], []),
-        ([A], [("b", "missing", "[4]")]),
-        ([A, B, A], [("a", "duplicate", "2 times")]),
-        ([A, B, parameter("c", 1)], [("c", "unexpected", "the model has no such parameter")]),
-        ([A, parameter("b", 2, 2)], [("b", "shape", "[2, 2], not [4]")]),
-        ([A, parameter("b", 4, dtype="bfloat16")], [("b", "dtype", "bfloat16, not float32")]),
-        ([], [("a", "missing", "[2, 3]"), ("b", "missing", "[4]")]),
+        ([A], r"1 parameter.* b is sent as nothing, and the model has float32 \[4\]"),
+        ([A, B, A], r"a is sent as float32 \[2, 3\] and float32 \[2, 3\]"),
+        ([A, B, parameter("c", 1)], "c is sent as float32 .1., and the model has no such"),
+        ([A, parameter("b", 2, 2)], r"1 .* b is sent as float32 \[2, 2\], .* float32 \[4\]"),
+        ([A, parameter("b", 4, dtype="bfloat16")], "b is sent as bfloat16"),
+        ([], "2 parameter.* a is sent as nothing"),
     ],
 )
-def test_every_fault_is_named(
-    sent: list[ParameterMeta], faults: list[tuple[str, str, str]]
-) -> None:
-    if not faults:
+def test_the_first_fault_is_named(sent: list[ParameterMeta], found: str) -> None:
+    with pytest.raises(ProblemError, match=found) as caught:
         check_manifest(sent, EXPECTED, "float32")
-        return
-    name, kind, detail = faults[0]
-    with pytest.raises(ProblemError) as caught:
-        check_manifest(sent, EXPECTED, "float32")
-    problem = caught.value.problem
-    assert (problem.kind, problem.status) == ("manifest-mismatch", 422)
-    assert f"{len(faults)} fault(s)" in problem.detail
-    assert problem.detail.endswith(f"{name} ({kind}): {detail}")
-    assert problem.errors == [{"where": n, "fault": k, "detail": d} for n, k, d in faults]
-
-
-@pytest.mark.req("SYNC-05")
-def test_a_long_list_of_faults_is_cut_and_counted() -> None:
-    unknown = [parameter(f"c{number}", 1) for number in range(1000)]
-    with pytest.raises(ProblemError, match="1000 fault") as caught:
-        check_manifest([A, B, *unknown], EXPECTED, "float32")
-    assert len(caught.value.problem.errors or []) == MOST_LISTED
+    assert (caught.value.problem.kind, caught.value.problem.status) == ("manifest-mismatch", 422)
+    check_manifest([B, A], EXPECTED, "float32")

@@ -116,10 +116,7 @@ async def test_a_version_or_a_manifest_that_is_refused_changes_nothing() -> None
         await refused(bench.start(version), "weight-update-order", found)
     other = PARAMETER.model_copy(update={"shape": [3]})
     body = StartWeightUpdate(attempt="first", version=4, parameters=[other])
-    problem = await refused(
-        bench.pushes.start_weight_update(body), "manifest-mismatch", "nothing was loaded"
-    )
-    assert problem.errors == [{"where": "a.weight", "fault": "shape", "detail": "[3], not [2, 1]"}]
+    await refused(bench.pushes.start_weight_update(body), "manifest-mismatch", "a.weight is sent")
     assert bench.held == ("READY", 3)
     assert all(engine.calls == [*JOINED, *PHASES] for engine in bench.engines)
     await bench.push(last)
