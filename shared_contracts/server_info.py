@@ -124,8 +124,10 @@ def given_token(
     Raises ContractError for a token that a header cannot contain, an unreadable file, and two
     different tokens.
     """
-    files = given_token_files(environment, option)
-    tokens = {where: _read(path, where) for where, path in files.items()}
+    files = {} if option is None else {"token_file": option}
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        files[TOKEN_FILE_VARIABLE] = Path(path)
+    tokens = {where: _read(file, where) for where, file in files.items()}
     value = environment.get(TOKEN_VARIABLE)
     if value is not None and (refuse_empty or value.strip()):
         tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
@@ -137,14 +139,6 @@ def given_token(
             found = f"it holds another token than {other}"
             raise ContractError(where, found, "Give one of the two")
     return token
-
-
-def given_token_files(environment: Mapping[str, str], option: Path | None) -> dict[str, Path]:
-    """Return the token files by the option or variable that names them."""
-    files = {} if option is None else {"token_file": option}
-    if path := environment.get(TOKEN_FILE_VARIABLE):
-        files[TOKEN_FILE_VARIABLE] = Path(path)
-    return files
 
 
 def _read(path: Path, where: str) -> str:

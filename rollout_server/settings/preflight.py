@@ -4,11 +4,9 @@ import errno
 import importlib.util
 import ipaddress
 import json
-import logging
 import math
 import os
 import socket
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,9 +25,7 @@ from shared_contracts.machine import (
     query_gpu_use,
     visible_gpus,
 )
-from shared_contracts.server_info import TOKEN_VARIABLE, given_token, given_token_files
-
-logger = logging.getLogger(__name__)
+from shared_contracts.server_info import TOKEN_VARIABLE, given_token
 
 
 def check_settings(settings: ServerSettings) -> ServerSettings:
@@ -105,13 +101,7 @@ def read_token(settings: ServerSettings, environment: Mapping[str, str]) -> Secr
 
 
 def check_access(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ContractError if other machines can reach the server without a token.
-
-    Warns of a token file that other users can read.
-    """
-    for path in given_token_files(environment, settings.token_file).values():
-        if os.path.isfile(path) and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning("other users can read the token in %s; run chmod 600 on it", path)
+    """Raise ContractError if other machines can reach the server without a token."""
     if read_token(settings, environment) is None and not is_loopback(settings.host):
         found = f"{settings.host!r} can be reached from other machines, and there is no token"
         do = f"Give --token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"

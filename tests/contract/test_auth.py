@@ -161,16 +161,6 @@ def test_missing_and_contradicting_tokens_are_refused(token_file: Path, tmp_path
         assert "other-word" not in str(error.value)
 
 
-def test_token_file_that_others_can_read_gives_a_warning(
-    token_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for mode, messages in ((0o600, 0), (0o640, 1)):
-        token_file.chmod(mode)
-        check_access(settings(token_file=token_file), {})
-        assert len(caplog.messages) == messages
-    assert "other users can read" in caplog.messages[0]
-
-
 # --- addresses and hosts
 
 
