@@ -9,7 +9,8 @@
 A step calls `mark_updated` when it has changed the training weights.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.distributed.waiting import waiting_for
 from learner.rollout.backend import RolloutBackend
+from learner.runs.console import duration
 from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -148,11 +150,24 @@ class Policy:
         if self._has_answered:
             yield
             return
-        journal = self.backend.journal
-        before = journal.answered
-        with waiting_for("answers", lambda: f"{journal.answered - before} of {count} are there"):
+        with waiting_for("answers", self.progress(count)):
             yield
         self._has_answered = True
+
+    def progress(self, count: int) -> Callable[[], str]:
+        """Return a function that describes the progress of `count` requested answers."""
+        began, before = time.monotonic(), self.backend.journal.answered
+
+        def now() -> str:
+            there = self.backend.journal.answered - before
+            so_far = f"{there} of {count} are there"
+            if not there:
+                return so_far
+            per_second = there / (time.monotonic() - began)
+            left = duration((count - there) / per_second)
+            return f"{so_far}, {per_second:.1f} a second, {left} left"
+
+        return now
 
     def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
