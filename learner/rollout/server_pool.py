@@ -53,6 +53,9 @@ T = TypeVar("T")
 # Of each server that was asked for a proof: its URL, the dtype of its weights, envelopes as JSON.
 Answers = list[tuple[str, DtypeName, list[str]]]
 
+# `repush_restarted` takes at most one part in so many of the time: checking a server that is cut
+# off takes seconds.
+_CHECKED_FRACTION = 6
 # Longer than any engine takes to be built again.
 LONGEST_WAIT_S = 1800.0
 # Requests that fail so often, at servers that come back for a time, end the run.
@@ -63,7 +66,8 @@ class ServerPool(RolloutBackend):
     """A backend that spreads rollouts over servers and keeps their order and seeds.
 
     After a push every answer must be of these weights. A lost server is left out. It is checked
-    before every push and rollout. If no server is usable, the pool waits for one.
+    before every push and rollout, less and less often if it cannot take pushes. If no server is
+    usable, the pool waits for one.
 
     clients: one per server, in the order of `servers[]`.
     pushers: one per server in process 0, and none in the others.
@@ -115,6 +119,7 @@ class ServerPool(RolloutBackend):
         self._decode_batch_size = decode_batch_size
         self._dispatches: set[Dispatch] = set()
         self._pushing = threading.Lock()  # one thread at a time pushes
+        self._no_check_until = 0.0
 
     def close(self) -> None:
         """Give up running requests of all threads, and leave the servers."""
@@ -177,8 +182,12 @@ class ServerPool(RolloutBackend):
             f"one to come back or to start. {self.reasons()}"
         )
 
-    def _lost(self) -> list[Server]:
-        return [server for server in self.servers if server.lost is not None]
+    def _due(self) -> list[Server]:
+        """Return the lost servers; those that rest only if no server is usable."""
+        lost = [server for server in self.servers if server.lost is not None]
+        if len(lost) == len(self.servers):
+            return lost
+        return [server for server in lost if not server.rests()]
 
     # --- pushes
 
@@ -244,7 +253,7 @@ class ServerPool(RolloutBackend):
         def push() -> list[Server | RunError]:
             """Push to each server that can take it; return those that did, and the errors."""
             calls = [partial(server.push, version) for server in self.usable()]
-            calls += [partial(server.restore, version, push=True) for server in self._lost()]
+            calls += [partial(server.restore, version, push=True) for server in self._due()]
             errors = [error for error in in_parallel(calls) if error is not None]
             return [*self.usable(), *errors]
 
@@ -293,11 +302,14 @@ class ServerPool(RolloutBackend):
         """
         if not self._is_leader or self.version.pushed is None:
             return
-        if not self._pushing.acquire(blocking=False):
+        if self.clock() < self._no_check_until or not self._pushing.acquire(blocking=False):
             return
         try:
+            began = self.clock()
             in_parallel([server.check for server in self.usable()])
+            checked_s = self.clock() - began
             self._restore(push=True)
+            self._no_check_until = self.clock() + _CHECKED_FRACTION * checked_s
         finally:
             self._pushing.release()
 
@@ -377,7 +389,7 @@ class ServerPool(RolloutBackend):
 
     def _restore(self, *, push: bool) -> None:
         version = self.version.pushed
-        in_parallel([partial(server.restore, version, push=push) for server in self._lost()])
+        in_parallel([partial(server.restore, version, push=push) for server in self._due()])
 
 
 class Dispatch:

@@ -325,7 +325,7 @@ class ScriptedRollouts:
         return 504, "<title>504 Gateway Time-out</title>"
 
     def too_many(self, call: InferCall) -> Reply:
-        return problem("too-many-calls", "try again", INFER)
+        return *problem("too-many-calls", "try again", INFER), {"Retry-After": "3"}
 
     def lose_a_replica(self, call: InferCall) -> Reply:
         """Another replica answers. The lost one restarts with the weights of the checkpoint."""
@@ -447,13 +447,14 @@ class ScriptedPusher(WeightPusher):
         push fails after they have arrived.
     refuses: raised when a group is to be formed.
     loses_a_replica: at the end of the next push. forms_anew: the next push forms a group first.
-    groups: groups that were formed. pushed: versions.
+    tries: attempts to form a group. groups: groups that were formed. pushed: versions.
     """
 
     def __init__(self, rollouts: ScriptedRollouts) -> None:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
         self.refuses: Exception | None = None
+        self.tries = 0
         self.loses_a_replica = False
         self.forms_anew = False
         self.pushed: list[int] = []
@@ -466,6 +467,7 @@ class ScriptedPusher(WeightPusher):
         if self._rollouts.dead:
             raise RunError("no server")
         if self._ready is None:
+            self.tries += 1
             if self.refuses is not None:
                 raise self.refuses
             self.groups += 1

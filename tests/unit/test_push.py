@@ -350,6 +350,30 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
     assert [each["attempt"] for each in server.bodies(CLOSE)] == [last]
 
 
+@pytest.mark.req("SYNC-01", "SYNC-04")
+@pytest.mark.parametrize("route", [INIT, START, UPDATE, ADAPTER])
+def test_a_pusher_that_was_closed_meanwhile_forms_no_other_group(
+    server: ScriptedServer, route: str
+) -> None:
+    """As a push that was left behind in its thread."""
+    worker = Worker(server)
+    mode = SyncMode.of(adapted(), "adapter" if route == ADAPTER else "full", True)
+    works = server.routes[route]
+    with pusher_to(server, mode=mode) as pusher:
+
+        def close(body: object) -> Reply:
+            pusher.close()
+            return works(body) if route in (INIT, START) else problem("internal", "!", "x")
+
+        server.routes[route] = close
+        with pytest.raises(WeightSyncError):
+            pusher.push(version=1)
+        with pytest.raises(WeightSyncError, match="has left the group"):
+            pusher.push(version=1)
+    assert (worker.groups_formed, mode.fallback) == (int(route != ADAPTER), None)
+    assert len(server.bodies(FINISH)) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.req("SYNC-04")
 def test_a_process_ends_though_its_collective_hangs() -> None:

@@ -115,6 +115,7 @@ class WeightPusher:
         self._ready: CommunicatorReady | None = None
         self._group: Sender | None = None
         self._attempt = ""  # of the newest call that owned the server
+        self._closed = False
 
     # --- the server and its group
 
@@ -134,6 +135,8 @@ class WeightPusher:
     def _new_group(self, senders: int) -> InitCommunicator:
         """Return the call that forms a group with so many learner processes, or none with 0."""
         self.abandon()
+        if self._closed:
+            raise self._broken("learner", "reach", ConnectionAbortedError(_ABANDONED))
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
         workers = self._phase("reach", self._client.world_size) if senders else 0
@@ -163,6 +166,9 @@ class WeightPusher:
                 given_up.set()
             self.senders = init.senders
         self._attempt = init.attempt
+        if self._closed:  # another thread closed it meanwhile
+            self.abandon()
+            raise self._broken("learner", "rendezvous", ConnectionAbortedError(_ABANDONED))
 
     def abandon(self) -> None:
         """Leave a lost server and its group; the next push owns it and forms the group anew."""
@@ -171,8 +177,8 @@ class WeightPusher:
             group.abandon()
 
     def close(self) -> None:
-        """Leave the group and tell the server. A push that runs breaks."""
-        owned = self._ready is not None
+        """Leave for good and tell the server. A push that runs breaks."""
+        owned, self._closed = self._ready is not None, True
         self.abandon()
         if owned:
             with suppress(ContractError, *SERVER_ERRORS):
@@ -203,7 +209,7 @@ class WeightPusher:
             except Exception as error:
                 self.abandon()
                 ends = isinstance(error, ContractError) or _is_lost_at_start(error)
-                if adapter is None or ends:
+                if adapter is None or ends or self._closed:
                     raise
                 self._mode.adapter_failed(error)
                 continue
