@@ -5,6 +5,7 @@ CanonicalPaths -> AccessLog -> HostCheck -> BodyLimit -> route
                                   TokenCheck -> JsonBody -> handler -> answer
 """
 
+import json
 import os
 from collections.abc import Coroutine, Iterable
 from importlib import resources
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -81,9 +82,6 @@ Init = Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))]
 Start = Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
 Phase = Annotated[GroupCall, Depends(JsonBody(GroupCall))]
 Memory = Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]
-
-# Separator of answers; JSON strings contain no line break.
-SEPARATOR = b",\n"
 
 
 def create_app(
@@ -182,11 +180,10 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         request: Request,
         call: Infer,
         envelope: Annotated[bool, Query()] = True,
-        rollout_envelope: Annotated[bool, Header()] = True,
     ) -> Response:
         """Return one rollout per request, in order.
 
-        `?envelope=0`, or the header `Rollout-Envelope: 0`, gives the responses without `coordexp`.
+        `?envelope=0` gives the responses without `coordexp`.
         """
         record: CallRecord = request.state.call_record
         record.request_id, record.requests = call.request_id, len(call.infer_requests)
@@ -201,10 +198,8 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
 
         answer = idempotent.answer(call.request_id, await request.body(), generate)
         body, record.repeated = await cancel_when(_disconnect(request), answer, ClientDisconnect())
-        if not (envelope and rollout_envelope):
-            lines = body[1:-1].split(SEPARATOR) if len(body) > len(b"[]") else []
-            envelopes = map(RolloutEnvelope.model_validate_json, lines)
-            body = await _json_lines(each.response.model_dump_json() for each in envelopes)
+        if not envelope:
+            return JSONResponse([each["response"] for each in json.loads(body)])
         return Response(body, media_type="application/json")
 
 
@@ -217,7 +212,7 @@ async def _disconnect(request: Request) -> None:
 async def _json_lines(answers: Iterable[str]) -> bytes:
     """Return a JSON list with one answer per line; other tasks run between pieces."""
     lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
-    return b"[" + SEPARATOR.join(lines) + b"]"
+    return b"[" + b",\n".join(lines) + b"]"
 
 
 def _add_pushes(calls: APIRouter, pool: Pool) -> None:

@@ -21,6 +21,9 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
@@ -34,16 +37,28 @@ from rollout_server.engines.engine_protocol import (
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
 from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
 from rollout_server.serving.media import ImageSource, MediaLoader
-from rollout_server.serving.prompts import Conversation, Renderers
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import Message, RolloutInferRequest, TextPart
 
+# Largest number of requests of a call that are prepared at a time, so that others are, too.
+MOST_PREPARED = 32
+# Upper bound over all languages: longer text cannot fit into the context.
+CHARACTERS_PER_TOKEN = 16
+
 # --- conversations (WIRE-01)
 
 
 IMAGE_MARK = "<image>"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """sources: one image for each None in the messages' parts, in order."""
+
+    messages: list[PromptMessage]
+    sources: list[ImageSource]
 
 
 def read_conversation(request: RolloutInferRequest) -> Conversation:
@@ -186,7 +201,8 @@ class _RunningCall:
         self._config = call.request_config or wire.RequestConfig()
         self._record = record
         self._engine = engines[0]
-        self._renderers = Renderers(engines, rollouts.media)
+        self._renderers = list(engines)
+        self._places = asyncio.Semaphore(MOST_PREPARED)
         self._turns = Turns()
         self._faults: dict[int, BadRequest] = {}  # by the index of the request
         self._faulty = asyncio.Event()
@@ -217,7 +233,8 @@ class _RunningCall:
         """Return the conversation of a request; None after a fault."""
         try:
             conversation = read_conversation(request)
-            await self._renderers.check(conversation)
+            self._check_length(conversation)
+            await self._rollouts.media.check(conversation.sources)
         except BadRequest as fault:
             self._refuse(index, fault)
             return None
@@ -229,7 +246,7 @@ class _RunningCall:
         """Return the envelope of a request; None if the call is refused."""
         try:
             with self._record.phase("prepare"):
-                prompt = await self._renderers.render(conversation, self._record)
+                prompt = await self._prepare(conversation)
             if self._faults:
                 return None
             with self._record.phase("generate"):
@@ -240,6 +257,55 @@ class _RunningCall:
         except _Withdrawn:
             pass
         return None
+
+    def _check_length(self, conversation: Conversation) -> None:
+        """Raise BadRequest for text that cannot fit."""
+        parts = [part for message in conversation.messages for part in message.parts]
+        length, context = sum(len(part or "") for part in parts), self._engine.max_model_len
+        most = CHARACTERS_PER_TOKEN * context
+        if length > most:
+            raise BadRequest(
+                "messages",
+                f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for "
+                f"each token of a context of {context} (max_model_len)",
+            )
+
+    async def _prepare(self, conversation: Conversation) -> Prompt:
+        """Load the images and render.
+
+        Raises BadRequest, and the `overloaded` and `not-ready` problems.
+        """
+        self._record.images += len(conversation.sources)
+        try:
+            async with self._places, self._rollouts.media.load(conversation.sources) as images:
+                prompt = await self._render(conversation.messages, images)
+        except (MemoryError, TimeoutError) as error:
+            found = "memory" if isinstance(error, MemoryError) else "time"
+            detail = f"it ran out of {found} while it prepared a request; try again"
+            raise refusal("overloaded", detail, "messages") from error
+        length, context = len(prompt.token_ids), self._engine.max_model_len
+        if length + 1 > context:
+            raise BadRequest(
+                "messages",
+                f"the prompt has {length} tokens, which leaves no room for an answer in a "
+                f"context of {context} (max_model_len)",
+            )
+        self._record.prompt_tokens += length
+        return prompt
+
+    async def _render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
+        """Render with the least loaded renderer; try another one if it is lost."""
+        work = 1 + sum(image.width * image.height for image in images)
+        while self._renderers:
+            engine = min(self._renderers, key=lambda engine: engine.load.rendering)
+            engine.load.rendering += work
+            try:
+                return await engine.render(messages, images)
+            except EngineDead:
+                self._renderers = [left for left in self._renderers if left is not engine]
+            finally:
+                engine.load.rendering -= work
+        raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
 
     async def _roll_out(self, index: int, prompt: Prompt) -> wire.RolloutEnvelope:
         config = self._config

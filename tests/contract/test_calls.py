@@ -89,25 +89,6 @@ def test_call_for_other_weights_is_refused_and_a_kept_answer_is_not(
     assert post(server, request_id="before the push", **expecting).content == kept.content
 
 
-# --- forms of an answer
-
-
-@pytest.mark.req("WIRE-02")
-@pytest.mark.parametrize("requests", [0, 2])
-def test_query_or_header_leaves_the_envelope_out(server: RunningServer, requests: int) -> None:
-    body = {
-        "infer_requests": [text_request()] * requests,
-        "request_config": SAMPLED,
-        "request_id": f"forms {requests}",
-    }
-    enveloped = server.http.post("/infer", json=body).json()
-    assert len(enveloped) == requests
-    for query, headers in (("?envelope=0", {}), ("", {"Rollout-Envelope": "0"})):
-        answer = server.http.post(f"/infer/{query}", json=body, headers=headers)
-        assert answer.headers["content-type"] == "application/json"
-        assert answer.json() == [one["response"] for one in enveloped]
-
-
 # --- metrics
 
 

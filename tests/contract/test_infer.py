@@ -202,6 +202,7 @@ def test_client_of_ms_swift_reads_both_forms(
     body = {"infer_requests": [image_request(str(scene))], "request_config": None}
     (bare,) = server.http.post("/infer/?envelope=0", json=body).json()
     assert protocol.ChatCompletionResponse(**bare).choices[0]["message"]["role"] == "assistant"
+    assert server.http.post("/infer/?envelope=0", json={"infer_requests": []}).json() == []
 
 
 # --- refusals

@@ -20,12 +20,13 @@ from rollout_server.engines.engine_protocol import (
 )
 from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.infer import (
+    CHARACTERS_PER_TOKEN,
+    MOST_PREPARED,
     Rollouts,
     charged,
     least_loaded,
 )
 from rollout_server.serving.media import MediaLoader
-from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
