@@ -300,7 +300,8 @@ class Config(StrictModel):
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
         do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
-        _require_home("stage2_ab", section is not None, info.data.get("custom"), do)
+        instead = "declare the objective in rollout_matching.pipeline"
+        _require_for_variant(info, "stage2_ab", section is not None, do, instead)
         return section
 
     @field_validator("group_relative")
@@ -308,24 +309,20 @@ class Config(StrictModel):
     def _check_group_relative(
         cls, section: GroupRelativeConfig | None, info: ValidationInfo
     ) -> GroupRelativeConfig | None:
-        custom: CustomConfig | None = info.data.get("custom")
-        if custom is None or VARIANTS[custom.trainer_variant].grouped == (section is not None):
-            return section
-        variant = custom.trainer_variant
-        if section is None:
-            found = f"this key is required and missing with custom.trainer_variant: {variant}"
-            raise Refusal(found, "State group_size, advantage and reward")
-        do = "Remove it, or use custom.trainer_variant: stage2_group_relative"
-        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do)
+        do = "State group_size, advantage and reward"
+        instead = "use custom.trainer_variant: stage2_group_relative"
+        _require_for_variant(info, "group_relative", section is not None, do, instead)
+        return section
 
     @field_validator("rollout_matching")
     @classmethod
     def _check_rollout_matching(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        custom: CustomConfig | None = info.data.get("custom")
         do = "Declare the objective and the diagnostics modules"
-        _require_home("rollout_matching", section.pipeline is not None, custom, do, "pipeline")
+        instead, declared = "declare the objective in stage2_ab.pipeline", section.pipeline
+        _require_for_variant(info, "pipeline", declared is not None, do, instead, "pipeline")
+        custom: CustomConfig | None = info.data.get("custom")
         if custom is None:
             return section
         guard, answer_format = section.repeat_terminate, custom.answer_format
@@ -341,9 +338,8 @@ class Config(StrictModel):
         yield from self._of_adapters()
         yield from self._of_channels()
         yield from self._of_self_context()
-        yield from self._of_duplicates()
+        yield from self._of_modules()
         yield from self._of_async()
-        yield from self._of_policy_gradient()
         if self.group_relative is not None:
             yield from self._of_groups()
         if self.stage2_ab is None:
@@ -396,35 +392,19 @@ class Config(StrictModel):
             do = "Set it to 1, or add bbox_geo or coord_reg to channel A"
             yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
-    def _of_duplicates(self) -> Iterator[Refusal]:
-        """A module that reads removed duplicates needs `prefix: clean` (CLEAN-02)."""
+    def _of_modules(self) -> Iterator[Refusal]:
+        """A module needs the answers that it reads: removed duplicates, or groups."""
         for index, module in enumerate(self.pipeline.objective):
+            key = f"{self.pipeline_path}.objective[{index}]"
             if module.enabled and module.reads("departure") and self.duplicate_iou is None:
-                kept = f"{self.custom.trainer_variant} keeps the answers as they are"
-                do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
-                own = self.stage2_ab
-                if own is not None and self.group_relative is None:
-                    prefix = f"stage2_ab.channel_b.prefix is {own.channel_b.prefix}"
-                    kept = f"{prefix}: no duplicate is removed"
-                    do = "Set stage2_ab.channel_b.prefix to clean, or remove the module"
-                found = f"{module.name} is enabled, and {kept}"
-                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}]")
-
-    def _of_policy_gradient(self) -> Iterator[Refusal]:
-        """A module that learns from advantages needs groups; groups need such a module."""
-        key = f"{self.pipeline_path}.objective"
-        modules = [(i, m) for i, m in enumerate(self.pipeline.objective) if m.reads("answer")]
-        if self.group_relative is None:
-            for index, module in modules:
-                if module.enabled:
-                    variant = self.custom.trainer_variant
-                    found = f"{module.name} is enabled, and {variant} has no groups of answers"
-                    do = "Remove the module, or use custom.trainer_variant: stage2_group_relative"
-                    yield Refusal(found, do, f"{key}[{index}]")
-        elif not any(m.counts_in("B") for _, m in modules):
-            found = "no policy_gradient of positive weight runs in channel B: rewards have no use"
-            do = "Add the module, or use custom.trainer_variant: stage2_two_channel"
-            yield Refusal(found, do, key)
+                found = f"{module.name} is enabled, and no duplicate is removed from the answers"
+                do = "set stage2_ab.channel_b.prefix to clean, in stage2_two_channel"
+                yield Refusal(found, f"Remove the module, or {do}", key)
+            if module.enabled and module.reads("answer") and self.group_relative is None:
+                variant = self.custom.trainer_variant
+                found = f"{module.name} is enabled, and {variant} has no groups of answers"
+                do = "Remove the module, or use custom.trainer_variant: stage2_group_relative"
+                yield Refusal(found, do, key)
 
     def _of_groups(self) -> Iterator[Refusal]:
         """Groups need sampled answers with log-probabilities (GROUP-01)."""
@@ -447,6 +427,10 @@ class Config(StrictModel):
             found = f"0, and {grouped}: no answers are requested"
             do = "Raise it, or use custom.trainer_variant: stage2_two_channel"
             yield Refusal(found, do, "stage2_ab.schedule.b_ratio")
+        if not any(m.counts_in("B") for m in self.pipeline.objective if m.reads("answer")):
+            found = "no policy_gradient of positive weight runs in channel B: rewards have no use"
+            do = "Add the module, or use custom.trainer_variant: stage2_two_channel"
+            yield Refusal(found, do, f"{self.pipeline_path}.objective")
         if self.needs_start and self.training.data_parallel == "fsdp2":
             found = "fsdp2, and a kl_weight above 0 needs a whole copy of the starting model"
             do = "Set it to ddp, or the kl_weight of policy_gradient to 0"
@@ -482,23 +466,24 @@ class Config(StrictModel):
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
 
-def _require_home(
-    section: str, declared: bool, custom: CustomConfig | None, do: str, key: str = ""
+def _require_for_variant(
+    info: ValidationInfo, section: str, declared: bool, do: str, instead: str, key: str = ""
 ) -> None:
-    """Raise Refusal unless the variant's section, and no other, declares the objective.
+    """Raise Refusal unless a section is declared exactly if it is one of the variant's.
 
-    custom: None if it has errors itself. do: what to write if the objective is missing.
+    do, instead: what to write if it is missing, and if it is too much.
     """
-    if custom is None:
+    custom: CustomConfig | None = info.data.get("custom")
+    if custom is None:  # it has errors itself
         return
     variant = custom.trainer_variant
-    home = VARIANTS[variant].objective_in
-    if home == section and not declared:
-        found = f"this key is required and missing with custom.trainer_variant: {variant}"
-        raise Refusal(found, do, key)
-    if home != section and declared:
-        do = f"Remove it, and declare the objective in {home}.pipeline"
-        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do, key)
+    if declared == (section in VARIANTS[variant].sections):
+        return
+    if declared:
+        found = f"is given, and custom.trainer_variant is {variant}"
+        raise Refusal(found, f"Remove it, or {instead}", key)
+    found = f"this key is required and missing with custom.trainer_variant: {variant}"
+    raise Refusal(found, do, key)
 
 
 # What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).

@@ -18,7 +18,6 @@ from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin
 from learner.stages.matching import (
     IOU_THRESHOLDS,
-    FloatArray,
     exact_iou,
     left_open,
     most_pairs,
@@ -49,31 +48,21 @@ def with_rewards(
     for first in range(0, len(assessed), config.group_size):
         group = assessed[first : first + config.group_size]
         judged = [_JudgedAnswer(each, config.reward, resolution) for each in group]
-        rewards = zip(group, _compared(judged, config), strict=True)
-        found += [each._replace(reward=reward) for each, reward in rewards]
+        rewards = [answer.reward() for answer in judged]
+        credits = [answer.credits() if config.credit == "object" else [] for answer in judged]
+        totals = np.array([reward.total for reward in rewards])
+        is_equal = (totals == totals[0]).all()
+        spread = 0.0 if is_equal else float(totals.std())
+        ahead = np.zeros(len(group)) if is_equal else totals - totals.mean()
+        scale = scale_of_credits = 1.0
+        if config.advantage == "mean_std":
+            scale = spread + STD_FLOOR
+            scale_of_credits = float(np.std([*chain(*credits)] or 0.0)) + STD_FLOOR
+        for each, plain, more, own in zip(group, rewards, ahead.tolist(), credits, strict=True):
+            parts = tuple(credit / scale_of_credits for credit in own) or None
+            reward = plain._replace(spread=spread, advantage=more / scale, credits=parts)
+            found.append(each._replace(reward=reward))
     return found
-
-
-def _compared(group: Sequence["_JudgedAnswer"], config: GroupRelativeConfig) -> list[Reward]:
-    """Return the rewards of a group, with their advantages."""
-    rewards = [answer.reward() for answer in group]
-    totals = np.array([reward.total for reward in rewards])
-    is_equal = (totals == totals[0]).all()
-    spread = 0.0 if is_equal else float(totals.std())
-    ahead = np.zeros(len(group)) if is_equal else totals - totals.mean()
-    credits = [answer.credits() if config.credit == "object" else [] for answer in group]
-    scale = scale_of_credits = 1.0
-    if config.advantage == "mean_std":
-        scale = spread + STD_FLOOR
-        scale_of_credits = float(np.std([*chain(*credits)] or 0.0)) + STD_FLOOR
-    return [
-        reward._replace(
-            spread=spread,
-            advantage=advantage / scale,
-            credits=tuple(credit / scale_of_credits for credit in own) or None,
-        )
-        for reward, advantage, own in zip(rewards, ahead.tolist(), credits, strict=True)
-    ]
 
 
 def token_advantages(assessed: AssessedRollout, count: int) -> list[float]:
@@ -99,7 +88,7 @@ class _JudgedAnswer:
         self.assessed, self._config = assessed, config
         named = same_description(predicted, truths)
         self._iou = np.where(named, exact_iou(predicted, truths, resolution), 0.0)
-        hits = {p for p, _ in _hits(self._iou, IOU_THRESHOLDS[0])}
+        hits = {p for p, _ in most_pairs(self._iou, self._iou >= IOU_THRESHOLDS[0])}
         lists = assessed.sample.category_lists
         unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, truths, lists)} - hits
         self._unjudged = unjudged
@@ -116,7 +105,8 @@ class _JudgedAnswer:
         """
         config, parsed = self._config, self.assessed.parsed
         objects, dropped = entries or (len(parsed.objects), len(parsed.dropped))
-        hits_at = [len(_hits(self._iou[:objects], least)) for least in IOU_THRESHOLDS]
+        iou = self._iou[:objects]
+        hits_at = [len(most_pairs(iou, iou >= least)) for least in IOU_THRESHOLDS]
         judged = objects - sum(place < objects for place in self._unjudged)
         both = judged + len(self.assessed.sample.objects)
         f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
@@ -138,10 +128,6 @@ class _JudgedAnswer:
         begun = [(objects, place - objects) for place, objects in enumerate(counts)]
         totals = [self.reward(entries).total for entries in (*begun, None)]
         return [after - before for before, after in pairwise(totals)]
-
-
-def _hits(iou: FloatArray, least: float) -> list[tuple[int, int]]:
-    return most_pairs(iou, iou >= least)
 
 
 def _image_share(box: Shape) -> float:

@@ -22,9 +22,7 @@ from shared_contracts.repeat_guard import ENTRY_CONTEXTS
 def run(model: Path, data: Path, out: Path) -> None:
     """Train two steps with an objective, a recipe, a format and a family; print what they did."""
     OBJECTIVES.append(resolve_name("entropy:EntropyModule"))
-    VARIANTS["alternating"] = Variant(
-        "alternating:Alternating", "A, B, A, B", "stage2_ab", polygons=False
-    )
+    VARIANTS["alternating"] = Variant("alternating:Alternating", "A, B, A, B", ("stage2_ab",))
     ENTRY_CONTEXTS["spaced"] = ENTRY_CONTEXTS["objects_array"]
 
     from learner.config import parse_config
