@@ -13,7 +13,6 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from learner.config.schema import Config
-    from learner.data.lengths import SampleLengths
 
 data_app = typer.Typer(help="Check, convert and look at data files.", no_args_is_help=True)
 
@@ -38,13 +37,14 @@ def check(
     from learner.config.rollout_matching import MatchingConfig
     from learner.data.check import check_files
     from learner.data.show import check_tables, format_problem, print_tables, watch
+    from learner.training.checkpoint_checks import lengths_of_run
 
     paths, run = _data_files(files, config)
     matching = MatchingConfig() if run is None else run.rollout_matching.matching
     reports = check_files(
         paths,
         allow_poly=run is None or run.allow_poly,
-        lengths=None if run is None else _lengths_if_there(run),
+        lengths=None if run is None else lengths_of_run(run),
         canvas=matching.maskiou_resolution,
         watch=watch,
     )
@@ -236,15 +236,3 @@ def _data_files(
         return files or [], None
     data = (run := load_config(config)).data
     return [file for file in (data.train_jsonl, data.val_jsonl) if file is not None], run
-
-
-def _lengths_if_there(config: "Config") -> "SampleLengths | None":
-    """Return `lengths_of_run`; without a tokenizer, print a note and return None."""
-    from learner.data.checkpoint import TOKENIZER, Checkpoint
-    from learner.training.checkpoint_checks import lengths_of_run
-
-    tokenizer = Checkpoint(config.model.model).processor / TOKENIZER
-    if tokenizer.is_file():
-        return lengths_of_run(config)
-    typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
-    return None

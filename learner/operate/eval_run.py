@@ -6,7 +6,7 @@ tables()           the results for a terminal
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,18 +14,16 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.folder import Scored, write_evaluation
-from learner.analysis.evaluation.scores import Evaluation, ScoredAnswer
-from learner.analysis.report.answers import badness, unread_answers
-from learner.analysis.report.evaluation_page import descriptions, precisions, thresholds, tiles
+from learner.analysis.evaluation.scores import Evaluation
+from learner.analysis.report.answers import unread_answers
+from learner.analysis.report.evaluation_page import precisions, tiles
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.distributed.waiting import waiting_for
 from learner.operate.eval_plan import EvaluationPlan
 from learner.rollout.client import RolloutClient
-from learner.runs.console import score, showing_waits
+from learner.runs.console import showing_waits
 from learner.training.evaluation import evaluation_facts, score_checkpoint
-
-_WORST = 10
 
 
 def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: Console) -> Scored:
@@ -63,34 +61,13 @@ def _server_folder() -> Iterator[Path]:
 
 
 def tables(scored: Scored) -> list[Table]:
-    """Return tables of scores, and of the descriptions and samples with the lowest F1."""
+    """Return the tables of scores; the page of the evaluation has more."""
     numbers = scored.numbers()
     rows = [[tile.name, tile.value, tile.note] for tile in tiles(numbers)]
-    result = [
-        Table(f"{len(scored.answers)} answers, a hit has an IoU of 0.5", ("", "#", ""), rows),
-        thresholds(numbers),
-        precisions(numbers),
-        descriptions(numbers, _WORST, f"Descriptions of the lowest F1, at most {_WORST}"),
-    ]
+    title = f"{len(scored.answers)} answers, a hit has an IoU of 0.5"
+    result = [Table(title, ("", "#", ""), rows), precisions(numbers)]
     if unread := unread_answers(scored.answers):
         rows = [[each.name, str(each.count), each.share, each.meaning] for each in unread]
         title = "Answers that could not be read, or only in part"
         result.append(Table(title, ("", "#answers", "#share", "meaning"), rows))
-    wrong = sorted((answer for answer in scored.answers if answer.f1 < 1), key=badness)
-    if wrong:  # in the order of the page
-        result.append(_samples(wrong[:_WORST]))
     return result
-
-
-def _samples(worst: Sequence[ScoredAnswer]) -> Table:
-    rows = []
-    for answer in worst:
-        numbers = (answer.hits, answer.counted, len(answer.ground_truth))
-        dropped = len(answer.parse.dropped)
-        ended = "by the repeat guard" if answer.repeat_terminated else answer.finish_reason or ""
-        rows.append(
-            [answer.sample_id, score(answer.f1), *map(str, (*numbers, dropped)), ended],
-        )
-    title = f"Samples of the lowest F1, at most {_WORST}"
-    columns = ("sample", "#F1", "#hits", "#predicted", "#ground truths", "#dropped", "ended")
-    return Table(title, columns, rows)

@@ -9,11 +9,9 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from learner.config.yaml12 import dump_mapping, read_mapping
-from learner.data.jsonl import read_samples
 from learner.runs.checkpoint import MANIFEST, CheckpointManifest, read_checkpoint
 from learner.runs.resume import data_digest
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
-from shared_contracts.errors import ContractError
 
 _CARD = "README.md"
 # Config keys with addresses of machines, or with free content.
@@ -71,30 +69,18 @@ def _use(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _data(config: Mapping[str, Any], manifest: CheckpointManifest | None) -> Iterator[str]:
-    """Yield a table of data files, with counts if a file is still the file that the run read."""
+    """Yield a table of data files; the digest of the training data is that of the run."""
     yield "## Data\n"
-    yield "| file | used for | samples | objects | SHA-256 |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| file | used for | SHA-256 |"
+    yield "| --- | --- | --- |"
     trained_on = manifest.data_sha256 if manifest is not None else None
     files = (("train_jsonl", "training", trained_on), ("val_jsonl", "evaluation", None))
-    for key, use, recorded in files:
-        if config["data"].get(key) is None:
-            continue
-        file = Path(config["data"][key])
-        now = data_digest(file) if file.is_file() else None
-        digest = recorded or now
-        counts = _counts(file) if now is not None and now == digest else ("not known", "not known")
-        yield f"| {file.name} | {use} | {' | '.join(counts)} | {digest or ''} |"
+    for key, use, digest in files:
+        if (name := config["data"].get(key)) is not None:
+            if digest is None and Path(name).is_file():
+                digest = data_digest(Path(name))
+            yield f"| {Path(name).name} | {use} | {digest or 'not known'} |"
     yield ""
-
-
-def _counts(file: Path) -> tuple[str, str]:
-    """Return the numbers of samples and objects, as text."""
-    try:
-        samples = read_samples(file, allow_poly=True)
-    except ContractError:  # as in a run with `on_bad_sample: skip`
-        return "not known", "not known"
-    return f"{len(samples):,}", f"{sum(len(sample.objects) for sample in samples):,}"
 
 
 def _scores(run: RunFolder, manifest: CheckpointManifest | None) -> Iterator[str]:

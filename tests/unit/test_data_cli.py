@@ -79,15 +79,6 @@ def test_the_files_of_a_run_are_checked_against_its_limits(
     assert words(ended.stdout)[-1] == ["28", "warning", "target", "too", "long"]
 
 
-def test_data_is_checked_before_there_is_a_checkpoint(toy_data: ToyData, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_mapping(small_mapping(tmp_path / "none", toy_data, tmp_path / "run")))
-    ended = data("check", "--config", path)
-    assert ended.exit_code == 0
-    assert ended.stderr.startswith("note: tokens are not counted: ")
-    assert [row[1] for row in words(ended.stdout)] == ["samples", "24", "4"]
-
-
 @pytest.mark.parametrize("name", ["check", "look"])
 def test_data_files_or_a_config_are_needed(name: str, run_yaml: Path) -> None:
     assert refused(name) == ("--config", "no data file")

@@ -18,6 +18,7 @@ from safetensors.torch import load
 from learner.config import dump_mapping, merge
 from learner.data.toy import ToyData
 from learner.runs.checkpoint import newest_whole
+from learner.runs.resume import data_digest
 from learner.stages.coords import COORD_BINS
 from tests.unit.hub_server import READER, WRITER, Hub, hub_server
 from tests.unit.small_run import small_mapping
@@ -87,9 +88,8 @@ def test_run_is_pushed_at_its_end(
     card = files["README.md"].decode()
     assert ModelCard(card).data["library_name"] == "transformers"
     assert "checkpoint-3` of the run `small`" in card
-    objects = sum(len(json.loads(line)["objects"]) for line in toy_data.train_jsonl.open())
-    assert f"| train.jsonl | training | 24 | {objects} |" in card
-    assert "| val.jsonl | evaluation | 4 |" in card
+    for file, use in ((toy_data.train_jsonl, "training"), (toy_data.val_jsonl, "evaluation")):
+        assert f"| {file.name} | {use} | {data_digest(file)} |" in card
     assert "after step 3:" in card
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
     assert f"| predicted | {last['eval/predicted']:.4g} |" in card

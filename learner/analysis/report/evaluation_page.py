@@ -1,6 +1,6 @@
 """`report.html` of an evaluation: tables of scores, and pictures of answers.
 
-`learner eval` prints the same tables.
+`learner eval` prints the tiles and the average precision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +79,7 @@ _OF_DETECTIONS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar
 
 def _sections(numbers: Numbers) -> Iterator[Section]:
     parts = numbers["breakdown"]
-    table, count = descriptions(numbers, MOST_DESCRIPTIONS), len(parts["descriptions"])
+    table, count = _descriptions(numbers, MOST_DESCRIPTIONS), len(parts["descriptions"])
     lead = f"{len(table.rows):,} of {count:,} descriptions, the lowest F1 first. "
     lead += "Choose a column to sort by it. `scores.json` has all descriptions."
     if not count:
@@ -88,24 +88,19 @@ def _sections(numbers: Numbers) -> Iterator[Section]:
     yield _mistakes(parts["confusion"], {each["name"]: each for each in parts["descriptions"]})
     sizes = "By size: areas up to 32², up to 96² and above, in pixels"
     tables = [
-        thresholds(numbers),
+        _table("By the IoU that a hit needs", parts["thresholds"], "iou", _SCORES, ["hits"]),
         _table(sizes, parts["sizes"], "size", _SCORES, _COUNTS),
         precisions(numbers),
     ]
     yield Section("thresholds", "IoU and size", tables=tables)
 
 
-def descriptions(numbers: Numbers, most: int, title: str = "") -> Table:
+def _descriptions(numbers: Numbers, most: int) -> Table:
     """Return a table of at most `most` descriptions: lowest F1 first, then the most frequent."""
     every = numbers["breakdown"]["descriptions"]
     by_f1 = sorted(every, key=lambda each: (each["f1"], -each["ground_truths"]))
     scores = (*_SCORES, *_OF_DESCRIPTION)
-    return _table(title, by_f1[:most], "name", scores, _COUNTS, sortable=True)
-
-
-def thresholds(numbers: Numbers) -> Table:
-    rows = numbers["breakdown"]["thresholds"]
-    return _table("By the IoU that a hit needs", rows, "iou", _SCORES, ["hits"])
+    return _table("", by_f1[:most], "name", scores, _COUNTS, sortable=True)
 
 
 def precisions(numbers: Numbers) -> Table:
