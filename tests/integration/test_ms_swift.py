@@ -20,10 +20,13 @@ from learner.data.toy import make_data
 from learner.models.toy import make_model
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
+from tests.docs.documents import blocks
 from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(sys.executable).parent
 PLUGIN = Path(learner.adapters.__path__[0]) / "ms_swift.py"
 # What depends on the clock, beside all that is below `time/`.
 TIMED = {
@@ -64,9 +67,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(root / "ours", root / "swifts", root / "records")
 
 
-def swift_sft(root: Path) -> None:
+def swift_sft(root: Path, programs: Path = PROGRAMS, plugin: Path = PLUGIN) -> None:
+    """Run `swifts.yaml` of a folder. programs: folder of `swift`."""
     options = {
-        "external_plugins": PLUGIN,
+        "external_plugins": plugin,
         "model": root / "model",
         "model_type": "rollmatch",
         "tuner_type": "rollmatch",
@@ -82,7 +86,7 @@ def swift_sft(root: Path) -> None:
         "MODELSCOPE_CACHE": str(root / "cache"),
     }
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("swift")), "sft", *words],
+        [str(programs / "swift"), "sft", *words],
         cwd=root,
         env={**os.environ, **environment},
         capture_output=True,
@@ -122,6 +126,33 @@ def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.req("RUN-02")
+@pytest.mark.timeout(1200)
+def test_the_documented_installation_runs_swift_sft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty environment outside of the checkout."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv = tmp_path / "venv"
+    monkeypatch.setenv("VIRTUAL_ENV", str(venv))
+    monkeypatch.setenv("PATH", f"{venv / 'bin'}:{PROGRAMS}:{os.environ['PATH']}")
+    (install,) = [block.text for block in blocks("sh") if "[cpu,swift]" in block.text]
+    for command in (
+        [str(ROOT / "scripts" / "dist"), str(tmp_path / "dist")],
+        [str(PROGRAMS / "uv"), "venv", "--quiet", "--python", sys.executable, str(venv)],
+        ["bash", "-ec", install],
+    ):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    make_model(tmp_path / "model", seed=0)
+    data = make_data(tmp_path / "data", train=8, val=4, seed=0)
+    mapping = small_mapping(tmp_path / "model", data, tmp_path / "run", training={"max_steps": 1})
+    (tmp_path / "swifts.yaml").write_text(yaml.safe_dump(mapping))
+    (plugin,) = venv.glob("lib/python*/site-packages/learner/adapters/ms_swift.py")
+    swift_sft(tmp_path, venv / "bin", plugin)
+    assert metric_lines(tmp_path / "run")[0]["step"] == 1
 
 
 @pytest.mark.req("FULL-07")
