@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
+from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import SyncMode
 from rollout_server.weights.pushes import Pushes
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.weights import Transport
 from tests.rehearsal.fake_nccl import ERROR, NEVER_S, install
 
 pytestmark = pytest.mark.slow
@@ -67,10 +69,11 @@ PHASES = "init_communicator", "start_weight_update", "update_weights", "finish_w
 class Server:
     """The pushes of a server with two engines; one that was given up is built again."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport = "nccl") -> None:
+        self.transport = transport
         shapes = {name: list(weight.shape) for name, weight in WEIGHTS.items()}
         self.engines = [built(0), built(1)]
-        self.pushes = Pushes(self, 2, "nccl", lambda: "epoch", lambda: shapes, NEVER_S)
+        self.pushes = Pushes(self, 2, transport, lambda: "epoch", lambda: shapes, NEVER_S)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -81,7 +84,9 @@ class Server:
     def alive(self) -> list[Any]:
         return [engine for engine in self.engines if engine.alive]
 
-    def pusher(self, timeout_s: float) -> WeightPusher:
+    def pusher(
+        self, timeout_s: float, model: nn.Module = MODEL, peers: Peers = SINGLE_PROCESS
+    ) -> WeightPusher:
         """Return that of a new learner."""
 
         def call(phase: str, body: Any) -> Any:
@@ -93,8 +98,8 @@ class Server:
         for phase in PHASES:
             setattr(client, phase, partial(call, phase))
         (port,) = free_ports(1)
-        mode = SyncMode.of(MODEL, "full", fallback_to_full=True)
-        return WeightPusher(client, port, mode, "nccl", bucket_bytes=1000)
+        mode = SyncMode.of(model, "full", fallback_to_full=True)
+        return WeightPusher(client, port, mode, self.transport, bucket_bytes=1000, peers=peers)
 
     def assert_pushed(self, version: int) -> None:
         for engine in self.engines:
