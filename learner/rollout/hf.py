@@ -12,9 +12,11 @@ says one thing: which tokens end an answer, beside the tokenizer's end of sequen
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -186,15 +188,14 @@ def _padded(prompts: Sequence[EncodedPrompt], names: Sequence[str]) -> dict[str,
     penalty looks at all ids, and must find none that the prompt does not have.
     names: of the tensors beside ids and mask that the model takes.
     """
-    width = max(prompt.ids.numel() for prompt in prompts)
-    ids, types, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(3))
-    for row, prompt in enumerate(prompts):
-        start = width - prompt.ids.numel()
-        ids[row, :start] = prompt.ids[0]
-        ids[row, start:] = prompt.ids
-        types[row, start:] = prompt.mm_token_types
-        mask[row, start:] = 1
-    inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types}
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    mask = pad([torch.ones_like(prompt.ids) for prompt in prompts])
+    first = torch.stack([prompt.ids[:1] for prompt in prompts])
+    inputs = {
+        "input_ids": torch.where(mask.bool(), pad([prompt.ids for prompt in prompts]), first),
+        "attention_mask": mask,
+        "mm_token_type_ids": pad([prompt.mm_token_types for prompt in prompts]),
+    }
     for name in ("pixel_values", "image_grid_thw"):
         if images := [image for p in prompts if (image := getattr(p, name)) is not None]:
             inputs[name] = torch.cat(images)

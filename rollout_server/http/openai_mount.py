@@ -56,12 +56,9 @@ class OpenAIMount:
 
     async def _ready_app(self, record: CallRecord) -> FastAPI:
         """Return the app of a replica that serves the current weights."""
-        return await self._pool.until_stopped(self._make_app(record))
-
-    async def _make_app(self, record: CallRecord) -> FastAPI:
         async with self._app_lock:
             with record.phase("wait"):
-                engines = await self._pool.serving()
+                engines = await self._pool.until_stopped(self._pool.serving())
             if self._renderer not in engines:
                 self._app = await engines[0].openai_app(self._generate)
                 self._app.add_exception_handler(ProblemError, answer_refusal)

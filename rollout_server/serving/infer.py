@@ -153,6 +153,7 @@ class _Withdrawn(Exception):
     """A generation was cancelled because its call is refused."""
 
 
+@dataclass(frozen=True)
 class Rollouts:
     """Answers calls with the engines of all replicas.
 
@@ -161,17 +162,10 @@ class Rollouts:
     model: the model name in answers.
     """
 
-    def __init__(
-        self,
-        serving: Callable[[], Awaitable[Sequence[Engine]]],
-        model: str,
-        media: MediaLoader,
-        server_epoch: Callable[[], str],
-    ) -> None:
-        self.serving = serving
-        self.model = model
-        self.media = media
-        self.server_epoch = server_epoch
+    serving: Callable[[], Awaitable[Sequence[Engine]]]
+    model: str
+    media: MediaLoader
+    server_epoch: Callable[[], str]
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
         """Return one envelope per request, in order; count them in `record`.
