@@ -18,12 +18,6 @@ from pydantic import AfterValidator, Field, field_validator
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
-# Routes that the learner appends to a base_url; a test compares them with the server's paths.
-ROUTES = (
-    *("infer", "health", "live", "info", "metrics", "get_world_size", "init_communicator"),
-    *("start_weight_update", "update_weights", "finish_weight_update"),
-    *("load_adapter", "close_communicator", "sleep", "wake_up"),
-)
 _PORTS = {"http": 80, "https": 443}
 
 Verify = Literal["off", "sample", "full"]
@@ -61,10 +55,6 @@ def _http_url(url: str) -> str:
         raise Refusal(f"'{url}' is an IPv6 address, and weights are pushed over IPv4", do)
     if parts.query or parts.fragment:
         raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
-    address, _, last = url.rstrip("/").rpartition("/")
-    if parts.path and last in ROUTES:
-        do = f"Write {address}"
-        raise Refusal(f"'{url}' ends in /{last}, a route of the server, which is added to it", do)
     return url.rstrip("/")
 
 
