@@ -250,7 +250,6 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
         other = {K_PROJ: new[K_PROJ][:64], V_PROJ: new[V_PROJ].half()}
         return left | other | {HEAD: new[EMBEDDING]}
 
-    faults = {NORM: "missing", HEAD: "unexpected", K_PROJ: "shape", V_PROJ: "dtype"}
     before = pushing.answers(), pushing.held()
     with (
         pusher(client, Changed(learner, change)) as pushes,
@@ -261,7 +260,7 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
     assert (caught.value.side, caught.value.phase) == ("server", "start")
     assert isinstance(cause, ProblemError)
     assert (cause.problem.status, cause.problem.kind) == (422, "manifest-mismatch")
-    assert {error["where"]: error["fault"] for error in cause.problem.errors or []} == faults
+    assert "4 parameter(s) do not fit the model" in cause.problem.detail
     assert (pushing.answers(), pushing.held()) == before
 
 
