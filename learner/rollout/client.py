@@ -183,13 +183,15 @@ class RolloutClient:
                     if not may_pass(error) or waited_s >= self.timeout_s:
                         raise self._not_pushable(error, waited_s) from error
 
-    def check_pushable(self) -> None:
-        """Return if `/health/` answers 200, or that only a push is missing; else raise."""
+    def check_pushable(self) -> ProblemError | None:
+        """Return None if `/health/` answers 200, or its refusal if only a push is missing."""
         try:
             self.health()
         except ProblemError as error:
             if not needs_push(error):
                 raise
+            return error
+        return None
 
     def health(self) -> Health:
         return self._probe("/health/", Health)

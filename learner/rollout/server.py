@@ -257,14 +257,7 @@ class Server:
 
         Raises RunError: the server is not there, or differs.
         """
-        refusal: RunError | None = None
-        try:
-            self._client.health()
-        except ProblemError as error:
-            if not needs_push(error):
-                raise
-            refusal = error
-        info = self._client.info()
+        refusal, info = self._client.check_pushable(), self._client.info()
         if self._differences and (found := list(self._differences(self.url, info))):
             raise RunError("; ".join(map(str, found)))
         self.world_size, missing = info.world_size, self._lacks(version, info)
