@@ -1,5 +1,6 @@
 """Load the model to train with its processor, apply the tuner, and `Offload` the model."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -322,7 +323,8 @@ def pinned_like(tensor: Tensor) -> Tensor | None:
 class Offload:
     """Moves the model and the optimizer's state to buffers in host memory, and back.
 
-    A buffer is reused, and freed with its tensor.
+    A buffer is reused, and freed with its tensor. Those of the two moments that AdamW will make of
+    each parameter are allocated at once, so that a lack of memory is found before the first step.
 
     model, optimizer: None is not moved.
     allocate: makes the buffer of a tensor; if it returns None, the tensor is not moved.
@@ -338,6 +340,15 @@ class Offload:
         self.optimizer = optimizer
         self._allocate = allocate
         self._buffers = WeakTensorKeyDictionary()
+        self._spare = defaultdict[Any, list[Tensor | None]](list)  # by shape and type
+        for tensor in self._tensors():
+            self._buffer(tensor)
+        if optimizer is None:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for weight in [*weights, *weights]:
+            if weight not in optimizer.state:
+                self._spare[weight.shape, weight.dtype].append(allocate(weight.data))
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -361,7 +372,8 @@ class Offload:
     def _buffer(self, tensor: Tensor) -> Tensor | None:
         held: Tensor | None = self._buffers.get(tensor)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-            held = self._buffers[tensor] = self._allocate(tensor.data)
+            spare = self._spare[tensor.shape, tensor.dtype]
+            held = self._buffers[tensor] = spare.pop() if spare else self._allocate(tensor.data)
         return held
 
     def _tensors(self) -> Iterator[Tensor]:

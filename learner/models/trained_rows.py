@@ -14,7 +14,9 @@ from torch.nn.functional import embedding, linear
 
 
 class TrainedRows(TrainableTokensLayer):
-    """The layer of an embedding, or of a head without bias."""
+    """The layer of an embedding, or of a head without bias. row_ids: (rows,), on its device."""
+
+    row_ids: Tensor
 
     def forward_adapters(
         self, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
@@ -26,11 +28,10 @@ class TrainedRows(TrainableTokensLayer):
         frozen: Tensor = base(x)
         (name,) = active_adapters
         rows = self.trainable_tokens_delta[name].to(base.weight.dtype)
-        ids = torch.tensor(self.token_indices[name], device=x.device)
         if isinstance(base, nn.Linear):
-            return frozen.index_copy(-1, ids, linear(x, rows))
+            return frozen.index_copy(-1, self.row_ids, linear(x, rows))
         place = torch.full((base.num_embeddings,), -1, device=x.device)
-        place[ids] = torch.arange(len(ids), device=x.device)
+        place[self.row_ids] = torch.arange(len(rows), device=x.device)
         own = place[x]
         return torch.where((own >= 0)[..., None], embedding(own.clamp(min=0), rows), frozen)
 
@@ -39,4 +40,6 @@ def train_rows_alone(model: nn.Module) -> None:
     """Make each layer of peft that trains rows a `TrainedRows`, in place."""
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
+            (ids,), device = module.token_indices.values(), module.get_base_layer().weight.device
+            module.register_buffer("row_ids", torch.tensor(ids, device=device), persistent=False)
             module.__class__ = TrainedRows

@@ -420,11 +420,27 @@ def test_page_locked_memory_that_cannot_be_had_names_the_key_and_a_way_out(
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(torch, "empty_like", refuse)
-    offload = Offload(nn.Linear(2, 3, device="meta"), None)
     with pytest.raises(ContractError, match=r"24 bytes \(CUDA error: out of memory\)") as caught:
-        offload.room().__enter__()
+        Offload(nn.Linear(2, 3, device="meta"), None)
     assert caught.value.where == "rollout_matching.offload.enabled"
     assert "vllm.mode to server" in caught.value.do
+
+
+def test_the_buffers_of_a_new_optimizer_are_allocated_before_its_first_step() -> None:
+    model, made = nn.Linear(2, 3), list[torch.Size]()
+
+    def buffer(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor.shape)
+        return torch.empty_like(tensor)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload = Offload(model, optimizer, buffer)
+    assert sorted(made) == [(3,)] * 3 + [(3, 2)] * 3
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with offload.room():
+        assert [shape for shape in made[6:] if shape] == []
 
 
 def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
