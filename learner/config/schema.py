@@ -339,11 +339,10 @@ class Config(StrictModel):
         yield from self._of_channels()
         yield from self._of_self_context()
         yield from self._of_modules()
-        yield from self._of_async()
+        if self.rollout_matching.async_rollout.enabled:
+            yield from self._of_async()
         if self.group_relative is not None:
             yield from self._of_groups()
-        if self.stage2_ab is None:
-            yield from self._of_channel_b_alone()
 
     def _of_sections(self) -> Iterator[Refusal]:
         if self.training.eval_strategy == "steps" and self.data.val_jsonl is None:
@@ -376,11 +375,6 @@ class Config(StrictModel):
                 found = f"channel {channel} runs, but no enabled module of positive weight lists it"
                 do = f"Add {channel} to the channels of a module"
                 yield Refusal(found, do, f"{self.pipeline_path}.objective")
-        for index, module in enumerate(self.pipeline.objective):
-            if module.enabled and not module.channels:
-                found = "[]: the module would run in no channel"
-                do = "List A, B or both, or set its enabled to false"
-                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
     def _of_self_context(self) -> Iterator[Refusal]:
         """Several forwards of channel A need a module that learns from the last one."""
@@ -393,14 +387,24 @@ class Config(StrictModel):
             yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_modules(self) -> Iterator[Refusal]:
-        """A module needs the answers that it reads: removed duplicates, or groups."""
+        """A module needs a channel that may run, and the answers that it reads."""
         for index, module in enumerate(self.pipeline.objective):
+            if not module.enabled:
+                continue
             key = f"{self.pipeline_path}.objective[{index}]"
-            if module.enabled and module.reads("departure") and self.duplicate_iou is None:
+            if not module.channels:
+                found = "[]: the module would run in no channel"
+                do = "List A, B or both, or set its enabled to false"
+                yield Refusal(found, do, f"{key}.channels")
+            elif self.stage2_ab is None and "B" not in module.channels:
+                found = f"{list(module.channels)}, and only channel B runs: the module has no use"
+                do = "List B, or set its enabled to false"
+                yield Refusal(found, do, f"{key}.channels")
+            if module.reads("departure") and self.duplicate_iou is None:
                 found = f"{module.name} is enabled, and no duplicate is removed from the answers"
                 do = "set stage2_ab.channel_b.prefix to clean, in stage2_two_channel"
                 yield Refusal(found, f"Remove the module, or {do}", key)
-            if module.enabled and module.reads("answer") and self.group_relative is None:
+            if module.reads("answer") and self.group_relative is None:
                 variant = self.custom.trainer_variant
                 found = f"{module.name} is enabled, and {variant} has no groups of answers"
                 do = "Remove the module, or use custom.trainer_variant: stage2_group_relative"
@@ -449,21 +453,14 @@ class Config(StrictModel):
             yield "B"
 
     def _of_async(self) -> Iterator[Refusal]:
-        if self.rollout_matching.async_rollout.enabled and self.b_ratio == 0:
+        key = "rollout_matching.async_rollout.enabled"
+        if self.b_ratio == 0:
             found = "is true, and stage2_ab.schedule.b_ratio is 0: no answers are requested"
-            do = "Set it to false, or raise stage2_ab.schedule.b_ratio"
-            yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
-
-    def _of_channel_b_alone(self) -> Iterator[Refusal]:
-        if self.rollout_matching.async_rollout.enabled:
+            yield Refusal(found, "Set it to false, or raise stage2_ab.schedule.b_ratio", key)
+        if self.stage2_ab is None:
             found = "is true, and without channel A there is nothing to run while rollouts are late"
             do = "Set it to false, or use custom.trainer_variant: stage2_two_channel"
-            yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
-        for index, module in enumerate(self.pipeline.objective):
-            if module.enabled and module.channels and "B" not in module.channels:
-                found = f"{list(module.channels)}, and only channel B runs: the module has no use"
-                do = "List B, or set its enabled to false"
-                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
+            yield Refusal(found, do, key)
 
 
 def _require_for_variant(

@@ -50,7 +50,8 @@ _NO_MORE: Chunk[Pack] = Chunk((), True)
 class _Step:
     """One step of this rank, while it runs. samples: its part of the batch.
 
-    tokens, flops: sums over the packs so far. mismatches: of the packs with kept tokens.
+    use: of the device. tokens, flops: sums over the packs so far. mismatches: of the packs with
+    kept tokens.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class _Step:
     accelerator: Accelerator
     report: StepReport
     clock: PhaseClock
+    use: DeviceUse
     tokens: int = 0
     flops: float = 0.0
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -95,7 +97,6 @@ class StepRunner:
         self._peers = peers
         self._packer = Packer(config.training, config.global_max_length)
         self._bad_samples = bad_samples
-        self._use: DeviceUse | None = None
         if source is None and policy is not None:
             source = SynchronousRollouts(
                 policy,
@@ -119,13 +120,11 @@ class StepRunner:
 
         Raises RunError, in all ranks, if the mismatch of engine and trainer is above its bound.
         """
-        clock = PhaseClock()
-        if self._use is None:
-            self._use = DeviceUse(next(model.parameters()).device)
-        self._use.begin()
+        clock, use = PhaseClock(), DeviceUse(next(model.parameters()).device)
+        use.begin()
         with clock.phase("step"):
             report = self._begin(step, clock)
-            this = _Step(model, samples, accelerator, report, clock)
+            this = _Step(model, samples, accelerator, report, clock, use)
             loss = (
                 self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
             )
@@ -135,19 +134,19 @@ class StepRunner:
         if self._bad_samples is not None:
             report.payload.add({"data/bad_samples": self._bad_samples()})
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
-        self._note_use(this, self._use)
+        self._note_use(this)
         report.metrics = over_processes(report.payload, loss.device).metrics()
         if self._most_mismatch is not None and report.channel == "B":
             self._peers.all_gather(partial(_check_mismatch, report, self._most_mismatch))
         return loss, report
 
-    def _note_use(self, this: _Step, use: DeviceUse) -> None:
+    def _note_use(self, this: _Step) -> None:
         """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
         seconds, payload = this.clock.seconds("learn"), this.report.payload
-        payload.note({"perf/peak_memory_gib": use.peak_gib()})
+        payload.note({"perf/peak_memory_gib": this.use.peak_gib()})
         payload.rate({"perf/tokens_per_s": (this.tokens, seconds)})
-        if use.gpu is not None:
-            payload.rate({"perf/mfu": (this.flops, seconds * use.gpu.flops)})
+        if this.use.gpu is not None:
+            payload.rate({"perf/mfu": (this.flops, seconds * this.use.gpu.flops)})
 
     def _begin(self, step: int, clock: PhaseClock) -> StepReport:
         """Choose the channel by rank 0's schedule; A if a rank has no batch for B."""
@@ -246,7 +245,7 @@ class StepRunner:
             total += loss.detach()
             if pack is not None:
                 this.tokens += len(pack)
-                if self._use is not None and self._use.gpu is not None:
+                if this.use.gpu is not None:
                     this.flops += self._recipe.flops(model, pack, channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
