@@ -14,9 +14,12 @@ from torch.nn.functional import embedding, linear
 
 
 class TrainedRows(TrainableTokensLayer):
-    """The layer of an embedding, or of a head without bias. row_ids: (rows,), on its device."""
+    """The layer of an embedding, or of a head without bias.
 
-    row_ids: Tensor
+    row_ids: (rows,) on the device of the last input; the head has an input for each chunk.
+    """
+
+    row_ids: Tensor | None = None
 
     def forward_adapters(
         self, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
@@ -28,6 +31,8 @@ class TrainedRows(TrainableTokensLayer):
         frozen: Tensor = base(x)
         (name,) = active_adapters
         rows = self.trainable_tokens_delta[name].to(base.weight.dtype)
+        if self.row_ids is None or self.row_ids.device != x.device:
+            self.row_ids = torch.tensor(self.token_indices[name], device=x.device)
         if isinstance(base, nn.Linear):
             return frozen.index_copy(-1, self.row_ids, linear(x, rows))
         place = torch.full((base.num_embeddings,), -1, device=x.device)
@@ -40,6 +45,4 @@ def train_rows_alone(model: nn.Module) -> None:
     """Make each layer of peft that trains rows a `TrainedRows`, in place."""
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
-            (ids,), device = module.token_indices.values(), module.get_base_layer().weight.device
-            module.register_buffer("row_ids", torch.tensor(ids, device=device), persistent=False)
             module.__class__ = TrainedRows

@@ -114,6 +114,9 @@ def test_rows_that_peft_trains_need_no_copy_of_the_weight() -> None:
         torch.testing.assert_close(found(), wanted)
     assert all(tuple(each.shape) in shapes.made for each in rows)
     assert not shapes.with_sides(*task.weight.shape)
+    ids_of_rows = head.token_adapter.row_ids
+    found()
+    assert head.token_adapter.row_ids is ids_of_rows, "no copy to the device in each chunk"
     with adapted.disable_adapter():
         torch.testing.assert_close(embedding(ids), task.weight[ids])
 
