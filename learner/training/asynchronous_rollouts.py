@@ -29,7 +29,6 @@ from learner.training.rollout_buffer import BufferClosed, ReadyBatch, RolloutBuf
 from learner.training.synchronous_rollouts import (
     Answered,
     LogRollouts,
-    Packer,
     PackFeed,
     RequestingSource,
     prefetch,
@@ -62,8 +61,7 @@ class AsyncSource(RequestingSource):
         log_rollouts: LogRollouts | None = None,
         buffer: RolloutBuffer | None = None,
     ) -> None:
-        packer = Packer(config.training, config.global_max_length)
-        super().__init__(policy, channel_b, packer, config.training.seed, peers.rank, log_rollouts)
+        super().__init__(config, policy, channel_b, peers.rank, log_rollouts)
         self._settings = settings = config.rollout_matching.async_rollout
         self._samples_of = samples_of
         self._peers = peers

@@ -154,7 +154,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelope] | None:
     """Return the answers of a server to `call`; None if it needs a push first.
 
-    Raises ContractErrors, one for each reason and image folder that the server cannot read;
+    Raises ContractErrors, one for each image that the server cannot read;
     `Caution` if the server goes away.
     """
     where = f"POST {client.base_url}/infer/"
@@ -167,19 +167,19 @@ def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelop
         if may_pass(error):
             raise Caution([unanswered]) from error
         faults = (error.problem.errors or []) if isinstance(error, ProblemError) else []
-        unread: dict[tuple[str, Path], Path] = {}
-        for fault in faults:
-            if ".images[" in fault["where"]:
-                image = _image_at(fault["where"], call.infer_requests)
-                unread.setdefault((fault["detail"], image.parent), image)
+        unread = [
+            (_image_at(fault["where"], call.infer_requests), fault["detail"])
+            for fault in faults
+            if ".images[" in fault["where"]
+        ]
         if not unread:
             raise unanswered from error
         raise ContractErrors(
             [
                 ContractError(
-                    where, f"the server cannot read {image}: {detail}", _media_fix(image, detail)
+                    where, f"the server cannot read {image}: {why}", _media_fix(image, why)
                 )
-                for (detail, _), image in unread.items()
+                for image, why in unread
             ]
         ) from error
 

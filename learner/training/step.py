@@ -12,6 +12,7 @@ A step takes all of its raw samples at once, in both channels. It runs as many p
 they need. Then the caller makes one optimizer update (STEP-02).
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -35,14 +36,15 @@ from learner.stages.packing import Chunk, forwards_due
 from learner.training.recipes import Recipe
 from learner.training.synchronous_rollouts import (
     LogRollouts,
-    Packer,
     PackFeed,
     RolloutSource,
     SynchronousRollouts,
+    begin_packs,
 )
 from learner.types import Channel, Sample
 from shared_contracts.errors import RunError
 
+_LOG = logging.getLogger(__name__)
 _NO_MORE: Chunk[Pack] = Chunk((), True)
 
 
@@ -86,26 +88,15 @@ class StepRunner:
         log_rollouts: LogRollouts | None = None,
         bad_samples: Callable[[], int] | None = None,
     ) -> None:
-        self._decode_mode = config.rollout_matching.decode_mode
-        self._logprobs = config.rollout_matching.logprobs
-        self._most_mismatch = config.rollout_matching.max_logprob_mismatch
-        self._group = config.group_relative
-        self._sharded = config.training.data_parallel == "fsdp2"
+        self._config = config
         self._recipe = recipe
         self._policy = policy
         self._log_calls = log_calls
         self._peers = peers
-        self._packer = Packer(config.training, config.global_max_length)
         self._bad_samples = bad_samples
+        self._warned = False
         if source is None and policy is not None:
-            source = SynchronousRollouts(
-                policy,
-                recipe.channel_b,
-                self._packer,
-                config.training.seed,
-                peers.rank,
-                log_rollouts,
-            )
+            source = SynchronousRollouts(config, policy, recipe.channel_b, peers.rank, log_rollouts)
         self.source = source or RolloutSource()
 
     def run(
@@ -136,9 +127,25 @@ class StepRunner:
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
         self._note_use(this)
         report.metrics = over_processes(report.payload, loss.device).metrics()
-        if self._most_mismatch is not None and report.channel == "B":
-            self._peers.all_gather(partial(_check_mismatch, report, self._most_mismatch))
+        self._warn_if_underfilled(report)
+        most = self._config.rollout_matching.max_logprob_mismatch
+        if most is not None and report.channel == "B":
+            self._peers.all_gather(partial(_check_mismatch, report, most))
         return loss, report
+
+    def _warn_if_underfilled(self, report: StepReport) -> None:
+        """Warn once of packs that are filled less than `packing_min_fill_ratio` (PACK-05)."""
+        training, fill = self._config.training, report.metrics.get("packing/post_rollout_fill", 0.0)
+        least = training.packing_min_fill_ratio
+        if training.packing and 0 < fill < least and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "packs are filled to %.0f %%, under training.packing_min_fill_ratio %.0f %%: "
+                "a smaller global_max_length or a larger effective_batch_size fills them better "
+                "(said once; see packing/post_rollout_fill)",
+                100 * fill,
+                100 * least,
+            )
 
     def _note_use(self, this: _Step) -> None:
         """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
@@ -161,7 +168,7 @@ class StepRunner:
     def _channel_a_step(self, this: _Step) -> Tensor:
         """Channel A: segments of the ground truth alone."""
         this.samples = self.source.samples(this.report.step, this.samples)
-        packs = self._packer.begin()
+        packs = begin_packs(self._config)
 
         def chunks() -> Iterator[Chunk[Pack]]:
             with this.clock.phase("target"):
@@ -186,9 +193,10 @@ class StepRunner:
         finally:
             self._note_calls(this.report, feed)
         this.report.payload.merge(feed.payload())
-        if self._logprobs:
+        if self._config.rollout_matching.logprobs:
             this.report.payload.merge(mismatch_payload(Mismatch.joined(this.mismatches)))
-        modes = {f"rollout/decode_{m}": m == self._decode_mode for m in get_args(DecodeMode)}
+        chosen = self._config.rollout_matching.decode_mode
+        modes = {f"rollout/decode_{mode}": mode == chosen for mode in get_args(DecodeMode)}
         active = self._policy.backend.repeat_terminate_active
         this.report.payload.note({"rollout/repeat_terminate_active": active, **modes})
         return loss
@@ -222,8 +230,9 @@ class StepRunner:
         latest: Pack | None = None
         replays = 0
         segments, tokens = len(this.samples), None
-        if channel == "B" and self._group is not None:
-            segments *= self._group.group_size
+        sharded = self._config.training.data_parallel == "fsdp2"
+        if channel == "B" and self._config.group_relative is not None:
+            segments *= self._config.answers_per_sample
             chunks, tokens = self._counted(chunks, this.clock)
         for pack, last in self._in_lockstep(chunks, this.clock):
             if pack is not None:
@@ -235,7 +244,7 @@ class StepRunner:
                 fraction = 0.0
                 replays += 1
             own = tokens if tokens is None or pack is None else fraction * tokens
-            synced = nullcontext() if last or self._sharded else accelerator.no_sync(model)
+            synced = nullcontext() if last or sharded else accelerator.no_sync(model)
             with this.clock.phase("learn"), synced:
                 found = self._recipe.loss(model, latest.to(device), channel, own)
                 loss = fraction * found.total

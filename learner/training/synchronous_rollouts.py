@@ -9,7 +9,6 @@ Requests of later chunks are sent as soon as the servers have places (FULL-06). 
 encodes the prompts of all chunks ahead. Other backends make one chunk.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
-from learner.config.training import TrainingConfig
+from learner.config.schema import Config
 from learner.models.packs import Pack, Segment, make_pack
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy
@@ -39,33 +38,12 @@ T = TypeVar("T")
 # Takes the step, its assessed answers, and the pack of each segment.
 LogRollouts = Callable[[int, Sequence[AssessedRollout], Sequence[Place]], None]
 
-_LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
 
 
-class Packer:
-    """Begins the packs of every step of one rank. capacity: tokens in a pack."""
-
-    def __init__(self, training: TrainingConfig, capacity: int) -> None:
-        self._training = training
-        self._capacity = capacity
-        self._warned = False
-
-    def begin(self) -> StepPacker[Segment, Pack]:
-        """The packs of the next step."""
-        return StepPacker(self._training, self._capacity, make_pack, self._warn_if_underfilled)
-
-    def _warn_if_underfilled(self, fill: float) -> None:
-        least = self._training.packing_min_fill_ratio
-        if self._training.packing and 0 < fill < least and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "packs are filled to %.0f %%, under training.packing_min_fill_ratio %.0f %%: "
-                "a smaller global_max_length or a larger effective_batch_size fills them better "
-                "(said once; see packing/post_rollout_fill)",
-                100 * fill,
-                100 * least,
-            )
+def begin_packs(config: Config) -> StepPacker[Segment, Pack]:
+    """Return the packs of a new step of one rank."""
+    return StepPacker(config.training, config.global_max_length, make_pack)
 
 
 def whole_groups(parts: Iterable[list[T]], size: int) -> Generator[list[T], None, None]:
@@ -188,23 +166,20 @@ class RolloutSource:
 class RequestingSource(RolloutSource):
     """A source that requests answers.
 
-    packer: begins the packs of a batch. seed: `training.seed`. rank: of this process.
-    log_rollouts: called once for every batch that is trained on.
+    rank: of this process. log_rollouts: called once for every batch that is trained on.
     """
 
     def __init__(
         self,
+        config: Config,
         policy: Policy,
         channel_b: ChannelB,
-        packer: Packer,
-        seed: int,
         rank: int = 0,
         log_rollouts: LogRollouts | None = None,
     ) -> None:
+        self._config = config
         self._policy = policy
         self._channel_b = channel_b
-        self._packer = packer
-        self._seed = seed
         self._rank = rank
         self._log = log_rollouts
 
@@ -212,8 +187,8 @@ class RequestingSource(RolloutSource):
         self, number: int, own: Sequence[Sample], clock: PhaseClock
     ) -> tuple[PackFeed, list[Sample]]:
         """Return an empty feed of batch `number`, and the sample of each of its answers."""
-        seed_base = rollout_seed_base(self._seed, number)
-        feed = PackFeed(self._channel_b, self._packer.begin(), seed_base, clock)
+        seed_base = rollout_seed_base(self._config.training.seed, number)
+        feed = PackFeed(self._channel_b, begin_packs(self._config), seed_base, clock)
         return feed, [each for each in own for _ in range(self._channel_b.answers_per_sample)]
 
     def _seed_of(self, feed: PackFeed, request: int) -> int:

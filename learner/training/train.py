@@ -10,7 +10,7 @@ The data of a run, step by step:
       -> StepTrainer.training_step() -> StepRunner.run()
            A  ChannelA.segments() ---------------------------------+
            B  Policy.push_if_stale() -> Policy.stream()            |
-              -> ChannelB.segments() ------------------------------+-> Packer.begin()
+              -> ChannelB.segments() ------------------------------+-> StepPacker
               (or, asynchronously, AsyncSource.feed())             |
                                                                    v
            gradients <- Recipe.loss(), pack by pack

@@ -22,7 +22,7 @@ from learner.runs.rollout_log import RolloutLog
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.channels import ChannelB, Encoding
 from learner.training.run_log import CallLog, JsonlLog, open_run_folder
-from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
+from learner.training.synchronous_rollouts import SynchronousRollouts
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -136,11 +136,10 @@ def _run_step(
     rank: int,
     own: list[Sample],
 ) -> Payload:
-    packer = Packer(config.training, config.global_max_length)
     log = RolloutLog(folder, rank)
     CallLog(folder, rank).write({"step": step})
     if not config.rollout_matching.async_rollout.enabled:
-        source = SynchronousRollouts(policy, channel, packer, 0, rank, log.write)
+        source = SynchronousRollouts(config, policy, channel, rank, log.write)
         with source.feed(step - 1, own, PhaseClock()) as feed:
             assert list(feed.chunks)[-1].last
         policy.mark_updated()

@@ -235,13 +235,10 @@ def step(
     capacity: int = CAPACITY,
     min_fill: float = 0.5,
     packing: bool = True,
-    fills: list[float] | None = None,
 ) -> StepPacker[Item, list[Item]]:
-    """fills: takes what the packs are filled to."""
     given = {"packing": packing, "packing_buffer": limit, "packing_min_fill_ratio": min_fill}
     training = load_config(WARMUP).training.model_copy(update=given)
-    check = None if fills is None else fills.append
-    return StepPacker[Item, list[Item]](training, capacity, list, check)
+    return StepPacker[Item, list[Item]](training, capacity, list)
 
 
 @pytest.mark.req("PACK-01", "PACK-02", "ARCH-02")
@@ -318,8 +315,7 @@ def test_parts_of_a_step_have_few_more_packs_than_the_whole(median: float, sigma
 def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
     chunks: list[list[int]], last: list[int], packing: bool
 ) -> None:
-    fills: list[float] = []
-    packer = step(limit=16, packing=packing, fills=fills)
+    packer = step(limit=16, packing=packing)
     coming = items(*[length for chunk in [*chunks, last] for length in chunk])
     expected: dict[Item, Place] = {}
     packs = arrived = 0
@@ -340,7 +336,6 @@ def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
         "packing/post_rollout_packs": packs,
         "packing/post_rollout_selected_total_len": total,
     }
-    assert fills == [packer.fill] == [fill]
 
 
 @pytest.mark.req("DDP-02")

@@ -4,26 +4,25 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 
-from learner.config import load_config
+from learner.config import parse_config
 from learner.models.packs import Segment
 from learner.rollout.distribution import CHUNKS_AHEAD
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
-from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
+from learner.training.synchronous_rollouts import SynchronousRollouts
 from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.infer import InferCall, RequestConfig
+from tests.unit.config_faults import changed
 from tests.unit.fleets import SEED, Fleet, S, fleet, requests, wait_until
 from tests.unit.scripted_server import Reply, bodies
 
 pytestmark = pytest.mark.req("FULL-06", "STEP-03")
 
-WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 # Only a test that fails waits so long.
 WAIT_S = 60.0
 CONFIG = RequestConfig(seed=SEED, max_tokens=4)
@@ -96,8 +95,8 @@ def step_of(run: Fleet, count: int, rank: int = 0) -> Iterator[tuple[NoTraining,
     """Channel B of step 3 with `count` samples, and its chunks of packs."""
     asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=4))
     policy = Policy(run.backend, asking)
-    channel, packer = NoTraining(), Packer(load_config(WARMUP).training, 1024)
-    source = SynchronousRollouts(policy, channel, packer, seed=5, rank=rank)
+    channel, config = NoTraining(), parse_config(changed("training.seed", 5))
+    source = SynchronousRollouts(config, policy, channel, rank)
     samples = [Sample(str(number), (), 64, 64, ()) for number in range(count)]
     with source.feed(3, samples, PhaseClock()) as feed:
         yield channel, feed.chunks

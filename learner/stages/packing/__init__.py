@@ -47,7 +47,6 @@ class StepPacker(Generic[S, P]):
     With `training.packing: false` every segment is a pack of its own, of any length.
 
     capacity: tokens of a pack. make: makes a pack of segments.
-    check_fill: called with `fill` after the last chunk.
     """
 
     def __init__(
@@ -55,13 +54,11 @@ class StepPacker(Generic[S, P]):
         training: TrainingConfig,
         capacity: int,
         make: Callable[[list[S]], P],
-        check_fill: Callable[[float], None] | None = None,
     ) -> None:
         self._packing = training.packing
         self._min_fill = training.packing_min_fill_ratio
         self._capacity = capacity
         self._make = make
-        self._check_fill = check_fill
         self._limit = training.packing_buffer
         self._waiting: list[tuple[int, S]] = []  # each segment with its number, from 0
         self._come = 0
@@ -91,8 +88,6 @@ class StepPacker(Generic[S, P]):
                 place = Place(len(segment), self._packs, position, self._come)
                 self._places[number] = place
             self._packs += 1
-        if last and self._check_fill is not None:
-            self._check_fill(self.fill)
         return finished + [self._make([segment for _, segment in pack]) for pack in packs]
 
     def _divide(self, numbered: Sequence[tuple[int, S]], last: bool) -> list[list[tuple[int, S]]]:
@@ -131,25 +126,17 @@ class StepPacker(Generic[S, P]):
         """The places of all segments, in the order of arrival; for use after the last chunk."""
         return [self._places[number] for number in range(self._come)]
 
-    @property
-    def fill(self) -> float:
-        """Tokens in the packs, divided by their capacity."""
-        return self._tokens / max(self._packs * self._capacity, 1)
-
-    @property
-    def _tokens(self) -> int:
-        return sum(place.length for place in self._places.values())
-
     def payload(self) -> Payload:
         """Return the metrics of all packs so far."""
         payload = Payload()
+        tokens = sum(place.length for place in self._places.values())
         room = self._packs * self._capacity
-        payload.rate({"packing/post_rollout_fill": (self._tokens, room)})
+        payload.rate({"packing/post_rollout_fill": (tokens, room)})
         payload.add(
             {
                 "packing/post_rollout_segments": len(self._places),
                 "packing/post_rollout_packs": self._packs,
-                "packing/post_rollout_selected_total_len": self._tokens,
+                "packing/post_rollout_selected_total_len": tokens,
             }
         )
         return payload
