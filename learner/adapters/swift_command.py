@@ -18,8 +18,8 @@ NAME = "rollmatch"
 
 # Options with the value `NAME`, with other values, and without an effect on the run.
 _SELECTORS = ("--model_type", "--tuner_type", "--dataset")
-_PATHS = ("--model", "--output_dir")
-_OWN = ("--external_plugins", "--add_version")
+_MODEL = "--model"
+_OWN = ("--external_plugins", "--output_dir", "--add_version")
 
 
 def config_path(environment: Mapping[str, str]) -> Path:
@@ -37,7 +37,7 @@ def check_command(arguments: Sequence[str], config: Config, environment: Mapping
         ContractErrors: all options and features that do not fit.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in (*_SELECTORS, *_PATHS, *_OWN):
+    for option in (*_SELECTORS, _MODEL, *_OWN):
         parser.add_argument(option, dest=option, nargs="*")
     known, ignored = parser.parse_known_args(arguments)
     errors = [*_contradictions(vars(known), config), *_unsupported(config, environment)]
@@ -55,15 +55,10 @@ def _contradictions(
     for option in _SELECTORS:
         if given[option] != [NAME]:
             yield ContractError(option, f"its values are {given[option]}", f"Give {option} {NAME}")
-    model, folder = config.model.model, config.training.output_dir
-    if [Path(word).resolve() for word in given["--model"] or ()] != [model.resolve()]:
-        found = f"its values are {given['--model']}, and model.model is {model}"
-        yield ContractError("--model", found, f"Give --model {model}")
-    for path in given["--output_dir"] or ():
-        if Path(path).resolve().is_relative_to(folder.resolve()):
-            found = f"{path} is in training.output_dir, {folder}, the folder of the run"
-            do = "Give ms-swift another folder for its own records, or leave it out"
-            yield ContractError("--output_dir", found, do)
+    model = config.model.model
+    if [Path(word).resolve() for word in given[_MODEL] or ()] != [model.resolve()]:
+        found = f"its values are {given[_MODEL]}, and model.model is {model}"
+        yield ContractError(_MODEL, found, f"Give --model {model}")
 
 
 def _unsupported(config: Config, environment: Mapping[str, str]) -> Iterator[ContractError]:

@@ -126,8 +126,6 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     keys = first.keys() if isinstance(first, dict) else ()
     if isinstance(document, list):
         found = "it is a list, as a file of results, which has no images and no names"
-    elif "caption" in keys:
-        found = "it is a file of captions, which have no boxes"
     elif not all(isinstance(each, list) for each in lists):
         found = "it has no lists of images, annotations and categories"
     elif "segments_info" in keys:

@@ -64,11 +64,6 @@ class StopSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    @property
-    def urgent(self) -> bool:
-        """Whether a second signal arrived, which ends all grace times."""
-        return len(self._received) > 1
-
     def pause(self, seconds: float = _POLL_S) -> None:
         """Sleep; raise StopRequested if a signal has arrived."""
         time.sleep(seconds)
@@ -140,9 +135,8 @@ def _run_learner(
         raise
     finally:
         learner.terminate()
-        end = time.monotonic() + STOP_GRACE_S
-        while learner.poll() is None and time.monotonic() < end and not signals.urgent:
-            time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            learner.wait(STOP_GRACE_S)
         learner.kill()  # and the kernel kills its processes
         learner.wait()
 
@@ -169,7 +163,9 @@ def running_servers(
     finally:
         with suppress(OSError):
             tell("Stopping the servers")
-        _stop(running, signals)
+        with ThreadPoolExecutor(max(len(running), 1)) as pool:
+            for server in running:
+                pool.submit(server.stop)
 
 
 def _name(server: ServerProcess) -> str:
@@ -210,14 +206,3 @@ def _require_running(server: ServerProcess) -> None:
         if code == BAD_INPUT:
             raise ContractError(_name(server), found, server.log_tail())
         raise RunError(f"{_name(server)}: {found}. {server.log_tail()}")
-
-
-def _stop(servers: Sequence[ServerProcess | SupervisedServer], signals: StopSignals) -> None:
-    """Send SIGTERM to all, then SIGKILL after a grace time or a second signal."""
-    with ThreadPoolExecutor(max(len(servers), 1)) as pool:
-        stops = [pool.submit(server.stop) for server in servers]
-        while not all(stop.done() for stop in stops):
-            if signals.urgent:
-                for server in servers:
-                    server.kill()
-            time.sleep(_POLL_S)

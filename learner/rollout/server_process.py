@@ -138,9 +138,6 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def log_tail(self) -> str:
         """Return the path of the log, and its last lines since this start."""
         text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
@@ -211,12 +208,6 @@ class SupervisedServer:
         with self._starting:
             self._stopped.set()
         self._process.stop()
-
-    def kill(self) -> None:
-        """End a `stop` of another thread at once."""
-        with self._starting:
-            self._stopped.set()
-        self._process.kill()
 
     def _supervise(self) -> None:
         """Restart the process after each end, until it is stopped or ended too often in a row."""

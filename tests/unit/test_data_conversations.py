@@ -197,7 +197,7 @@ def test_a_scale_that_cannot_be_found_is_asked_for(tmp_path: Path) -> None:
         (["unknown.jsonl", "out.jsonl"], "has the keys"),
         ([".", "out.jsonl"], "neither data.yaml nor XML files"),
         (["coco.json", "out", "--to", "yolo"], "this is coco. Convert it to jsonl first"),
-        (["coco.json", "out.jsonl"], "a file of captions, which have no boxes"),
+        (["coco.json", "out.jsonl"], "it has no lists of images, annotations and categories"),
     ],
 )
 def test_a_format_that_is_not_found_is_refused(

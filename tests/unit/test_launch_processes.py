@@ -95,17 +95,6 @@ def test_killed_launch_leaves_no_process(tmp_path: Path) -> None:
     assert stops(tmp_path) == []
 
 
-def test_second_signal_does_not_wait(tmp_path: Path) -> None:
-    with Launch(tmp_path, ready=False, stubborn=True) as launch:
-        below = launch.wait_for_files("serving-0", "serving-1")
-        launch.process.send_signal(signal.SIGTERM)
-        launch.wait_for(lambda: len(stops(tmp_path)) == 2)
-        assert all(map(is_alive, below))
-        launch.process.send_signal(signal.SIGTERM)
-        assert launch.code() == 143
-        assert wait_until_gone(below, LIMIT_S) == []
-
-
 def test_killed_server_is_restarted_until_the_limit(tmp_path: Path) -> None:
     with Launch(tmp_path, lives=2, pauses_s=[0.0]) as launch:
         below = launch.all_running()

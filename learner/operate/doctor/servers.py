@@ -18,14 +18,13 @@ from learner.rollout.answers import check_prompt_ids
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import request_settings
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.stages.formats import AnswerFormat, answer_format
-from learner.stages.tokens import Tokenizer
+from learner.stages.formats import answer_format
 from learner.training.backends import transport_of
 from learner.training.checks import Caution, Check, require
 from learner.training.input_checks import StartUp
 from learner.training.server_checks import sample_requests
 from shared_contracts.errors import ContractError
-from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.infer import InferCall
 from shared_contracts.server_info import Info, given_token
 from shared_contracts.weights import Transport
 
@@ -80,8 +79,12 @@ class AnswerChecks:
         call = InferCall(infer_requests=request[:1], request_config=decoding)
         (envelope,) = client.infer(call)
         seconds = time.monotonic() - began
-        tokenizer, answers = self._processor().tokenizer, answer_format(self._config)
-        return f"{describe_answer(envelope, tokenizer, answers)} in {seconds:.2f} s"
+        (choice,) = envelope.response.choices
+        assert choice.token_ids is not None, "requested with return_details"
+        parsed = answer_format(self._config).parse(choice.token_ids, self._processor().tokenizer)
+        found = f"{len(parsed.objects)} object(s)" + (f" ({parsed.fault})" if parsed.fault else "")
+        tokens = f"{len(choice.token_ids)} tokens in {seconds:.2f} s"
+        return f"{tokens}, ended by {choice.finish_reason}; the parser finds {found}"
 
     def _processor(self) -> ProcessorMixin:
         folder = self._config.model.model
@@ -130,21 +133,3 @@ def check_owner(servers: Mapping[str, Info]) -> str:
             do = "Stop it before you start a run: the newest learner takes a server over"
             raise Caution([ContractError(url, found, do)])
     return "no learner pushes to the servers"
-
-
-def describe_answer(envelope: RolloutEnvelope, tokenizer: Tokenizer, answers: AnswerFormat) -> str:
-    """Return a line with the answer's length, its end, and the parsed objects."""
-    (choice,) = envelope.response.choices
-    assert choice.token_ids is not None, "requested with return_details"
-    parsed = answers.parse(choice.token_ids, tokenizer)
-    guarded = choice.index in envelope.coordexp.repeat_terminated_choices
-    ended = "the repeat guard" if guarded else choice.finish_reason
-    found = "invalid" if parsed.invalid_rollout else f"{len(parsed.objects)} object(s)"
-    if parsed.fault is not None:
-        found += f" ({parsed.fault})"
-    reasons = ", ".join(sorted({reason for _, reason in parsed.dropped}))
-    dropped = f", {len(parsed.dropped)} dropped ({reasons})" if parsed.dropped else ""
-    cut = ", cut off" if parsed.truncated else ""
-    return (
-        f"{len(choice.token_ids)} tokens, ended by {ended}; the parser finds {found}{dropped}{cut}"
-    )
