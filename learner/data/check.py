@@ -47,12 +47,15 @@ def _warning(kind: str, where: str, found: str, do: str) -> DataProblem:
 
 @dataclass
 class FileReport:
-    """samples, objects: counts over the valid lines."""
+    """samples: of the valid lines."""
 
     path: Path
-    samples: int = 0
-    objects: int = 0
+    samples: list[Sample] = field(default_factory=list)
     findings: list[DataProblem] = field(default_factory=list)
+
+    @property
+    def objects(self) -> int:
+        return sum(len(sample.objects) for sample in self.samples)
 
     def count(self, *, warnings: bool) -> int:
         return sum(problem.warning == warnings for problem in self.findings)
@@ -75,17 +78,16 @@ def check_files(
     reports: list[FileReport] = []
     uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
     for path in paths:
-        report, samples = FileReport(path), []
+        report = FileReport(path)
         boxes: list[tuple[str, Box, Size]] = []
         for line in scan(path, allow_poly=allow_poly):
             boxes += [(line.sample_id, box, line.size) for box in line.boxes if all(line.size)]
             report.findings += line.problems
             if (sample := line.sample) is not None:
-                samples.append(sample)
+                report.samples.append(sample)
                 report.findings += _of_sample(sample, lengths, canvas)
                 for image in dict.fromkeys(sample.images):
                     uses.setdefault(image, []).append((report, sample))
-        report.samples, report.objects = len(samples), sum(len(s.objects) for s in samples)
         faulty = any(each.kind == "geometry" for each in report.findings)
         report.findings = [*_doubts(boxes, warning=not faulty), *report.findings]
         reports.append(report)

@@ -99,7 +99,7 @@ def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
     files = []
     for each in reports:
         findings = (each.count(warnings=False), each.count(warnings=True))
-        files.append([str(each.path), *map(str, (each.samples, each.objects, *findings))])
+        files.append([str(each.path), *map(str, (len(each.samples), each.objects, *findings))])
     yield Table("", columns, files)
     counts = Counter((f.warning, f.kind) for report in reports for f in report.findings)
     # Problems before warnings, the most frequent first.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -35,7 +34,6 @@ from learner.data.conversion import convert, write_records
 from learner.data.detection import detect_format
 from learner.data.files import capped
 from learner.data.formats import read_other
-from learner.data.jsonl import read_samples
 from learner.data.show import check_tables, print_tables, show_conversion, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
@@ -61,12 +59,9 @@ BATCH, CPU_BATCH = 32, 8
 # Passes over the data, and the smallest numbers of steps.
 PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
 ANSWERS_AT_ONCE = 64
-# Largest server share of a GPU that the learner shares.
-LARGEST_SHARE = 0.7
+# Server shares of a GPU that the learner shares.
+SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.7
 _LENGTH_STEP = 64
-
-Offload = Literal["", "optimizer", "model"]
-OFFLOADS: tuple[Offload, ...] = ("", "optimizer", "model")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,6 @@ class RunShape:
     pack: int
     estimate: str = ""
     share: float | None = None
-    offload: Offload = ""
     at_once: int = ANSWERS_AT_ONCE
 
     def __str__(self) -> str:
@@ -251,7 +245,7 @@ def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -
     if findings:
         named = shlex.join(map(str, final))
         tell(console, f"`learner data check {named}` lists the warnings")
-    return read_samples(files[0], allow_poly=False)
+    return reports[0].samples
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
@@ -327,22 +321,16 @@ def choose_shape(
 
 def _fit(writer: "Writer", shape: RunShape, found: Estimate) -> RunShape | str:
     """Return the shape with the settings of its estimate, or the reason why it does not fit."""
-    reason = "the learner leaves no memory for its server"
     need = f"{gib(found.largest.total)} of {gib(found.room)}"
     note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs {need}."
     shape = replace(shape, estimate=note)
-    for offload in ("",) if shape.servers else OFFLOADS:
-        if not shape.servers:  # shared: the server gets the memory that the learner does not keep
-            shape = replace(shape, share=LARGEST_SHARE, offload=offload)
-            kept = replace(found, config=writer.config(shape)).kept / found.gpu.memory
-            shape = replace(shape, share=min(LARGEST_SHARE, math.floor(20 * (USABLE - kept)) / 20))
-            if shape.share is not None and shape.share <= 0:
-                continue
-        fitted = replace(found, config=writer.config(shape))
-        if not (faults := list(fitted.refusals())):
-            return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
-        reason = faults[0].found
-    return reason
+    if not shape.servers:  # shared: the server gets the memory that the learner does not keep
+        share = math.floor(20 * (USABLE - found.kept / found.gpu.memory)) / 20
+        shape = replace(shape, share=min(LARGEST_SHARE, max(share, SMALLEST_SHARE)))
+    fitted = replace(found, config=writer.config(shape))
+    if faults := list(fitted.refusals()):
+        return faults[0].found
+    return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
 
 
 @dataclass(frozen=True)
