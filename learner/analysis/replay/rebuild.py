@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from learner.config.schema import Config
 from learner.data.checkpoint import TOKENIZER, Checkpoint
-from learner.runs.checkpoint import checkpoints_in
 from learner.runs.resume import data_digest
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
 from learner.runs.run_folder import RunFolder
@@ -20,26 +19,19 @@ _COMPARED = {"parse", "match", "supervised", "left_out", "target"}
 
 
 def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
-    """Return the folder with a run's tokenizer: `given`, else that of its model or a checkpoint.
+    """Return the folder with a run's tokenizer: `given`, else that of its model.
 
-    Raises ContractError, with the problem of each folder, if none has it.
+    Raises ContractError if it has none, or another one.
     """
-    wanted = run.facts().get("tokenizer_sha256")
-    first = Checkpoint(config.model.model).processor
-    problems: list[str] = []
-    for folder in [given] if given else [first, *checkpoints_in(run.path)]:
-        file = folder / TOKENIZER
-        if not file.is_file():
-            problems.append(f"{folder} has no {TOKENIZER}")
-        elif data_digest(file) != wanted:
-            problems.append(f"{folder} has another {TOKENIZER} than when the run was started")
-        else:
-            return folder
-    raise ContractError(
-        "--tokenizer" if given else f"model.model of {run.path}",
-        "; ".join(problems),
-        f"Name a folder with the {TOKENIZER} of the run with --tokenizer (SHA-256 {wanted})",
-    )
+    folder = given or Checkpoint(config.model.model).processor
+    file, digest = folder / TOKENIZER, run.facts().get("tokenizer_sha256")
+    if file.is_file() and data_digest(file) == digest:
+        return folder
+    found = "there is no such file"
+    if file.is_file():
+        found = "it is another one than when the run was started"
+    do = f"Name a folder with the {TOKENIZER} of the run with --tokenizer (SHA-256 {digest}); "
+    raise ContractError(str(file), found, f"{do}checkpoints of the run have it")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
