@@ -196,9 +196,8 @@ def look(
 ) -> None:
     """Count objects, descriptions, sizes and tokens; show samples on a page."""
     from learner.data.jsonl import read_samples
-    from learner.data.look import sample_subset, samples_of_lines, write_page
+    from learner.data.look import sample_subset, samples_of_lines, stats_tables, write_page
     from learner.data.show import print_tables
-    from learner.data.stats import stats_tables
     from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
 

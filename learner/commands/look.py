@@ -47,14 +47,13 @@ def replay(
     ] = None,
 ) -> None:
     """Compute logged answers again from their ids, and compare every bit."""
-    from learner.analysis.replay import rebuild
-    from learner.analysis.replay.show import replay as run_replay
+    from learner.analysis import replay as replays
     from learner.runs.run_folder import RunFolder
 
     folder = RunFolder.open(run)
-    config, steps = folder.config(), rebuild.logged_steps(folder, step)
-    loaded = rebuild.load_tokenizer(rebuild.find_tokenizer(folder, config, tokenizer))
-    if not run_replay(folder, steps, sample, config, loaded):
+    config, steps = folder.config(), replays.logged_steps(folder, step)
+    loaded = replays.load_tokenizer(replays.find_tokenizer(folder, config, tokenizer))
+    if not replays.replay(folder, steps, sample, config, loaded):
         raise typer.Exit(1)
 
 

@@ -84,8 +84,7 @@ def doctor(
     console = Console(stderr=True)
     with console.status("Looking at files and libraries", spinner="line") as status:
         from learner.data.show import print_tables
-        from learner.operate.doctor.findings import as_json, failed, summary, table
-        from learner.operate.doctor.run import examine
+        from learner.operate.doctor.run import as_json, examine, failed, summary, table
 
         findings = []
         for finding in examine(parsed, push=push):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from learner.analysis.replay.rebuild import first_difference, load_tokenizer, rebuild
+from learner.analysis.replay import first_difference, load_tokenizer, rebuild
 from learner.config import dump_mapping, load_config
 from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data

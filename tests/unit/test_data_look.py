@@ -1,4 +1,4 @@
-"""A page of samples: the objects where they are, each in the list beside it."""
+"""What `learner data look` counts, and its page of samples."""
 
 import re
 from dataclasses import replace
@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 
 from learner.data.jsonl import read_samples
-from learner.data.look import colour_of, picture_name, sample_subset, write_page
+from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.look import colour_of, picture_name, sample_subset, stats_tables, write_page
+from learner.data.toy import ToyData
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
+from tests.unit.data_files import LYING, box, lengths_of, line, paint, paint_all, write_lines
 
 
 @pytest.fixture
@@ -84,3 +86,67 @@ def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_written(
     assert caught.value.where == samples[2].sample_id
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("*.part"))
+
+
+SMALL = box("ball", 0, 0, 499, 499)  # about 32 x 24 of 64 x 48 pixels
+LARGE = box("bus", 0, 0, 999, 999)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> list[Sample]:
+    """Samples of 0, 1 and 3 objects, one of them a polygon; the last image is large."""
+    paint_all(tmp_path, ["a.png", "b.png", "c.png"])
+    leaf = {"desc": "leaf [red]", "poly": [0, 0, 999, 0, 999, 333]}
+    path = write_lines(
+        tmp_path / "d.jsonl",
+        line("a.png"),
+        line("b.png", SMALL),
+        line("c.png", LARGE, SMALL, leaf, size=(640, 480)),
+    )
+    return read_samples(path, allow_poly=True)
+
+
+def printed(
+    samples: list[Sample], lengths: SampleLengths | None = None, top: int = 20
+) -> dict[str, list[list[str]]]:
+    """Rows of words of each table, the first is the head; by title, or by number without one."""
+    tables = {
+        table.title or str(number): [table.columns, *table.rows]
+        for number, table in enumerate(stats_tables(samples, lengths, top), start=1)
+    }
+    return {
+        title: [" ".join(map(str, row)).split() for row in rows] for title, rows in tables.items()
+    }
+
+
+def test_objects_descriptions_and_image_sizes_are_counted(measured: list[Sample]) -> None:
+    tables = printed(measured)
+    assert tables["1"][1] == ["3", "3", "4", "3", "1", "1", "(33.3%)"]
+    assert tables["3 descriptions"][1:] == [
+        ["2", "50.0%", "ball"],
+        ["1", "25.0%", "bus"],
+        ["1", "25.0%", "leaf", "[red]"],
+    ]
+    assert tables["2 image sizes"][1] == ["2", "66.7%", "64x48"]
+    first = printed(measured, top=1)["3 descriptions"]
+    assert first[1:] == [["2", "50.0%", "ball"], ["2", "50.0%", "(2", "others)"]]
+
+
+def test_tokens_are_held_against_the_limits_of_a_run(
+    toy_data: ToyData, toy_checkpoint: Path
+) -> None:
+    train = read_samples(toy_data.train_jsonl, allow_poly=False)
+    free = lengths_of(toy_checkpoint, TokenLimits(1, None))
+    targets = [free.target(sample) for sample in train]
+    pack = max(free.prompt(sample) + free.target(sample) for sample in train)
+    shortest, longest = min(targets), max(targets)
+    over = sum(target > shortest for target in targets)
+    assert 0 < over < 24
+
+    rows = printed(train, lengths_of(toy_checkpoint, TokenLimits(shortest, pack)))[
+        "Tokens of a sample"
+    ]
+    assert rows[1][0] == "target"
+    assert rows[1][3:] == [str(longest), str(shortest), str(over), f"({over / 24:.1%})"]
+    assert rows[4][:3] == ["prompt", "and", "target"]
+    assert rows[4][-2:] == [str(pack), "0"]

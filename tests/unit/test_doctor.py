@@ -18,8 +18,7 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.prompts import encode_request
 from learner.operate.doctor import machine, servers, weights
-from learner.operate.doctor.findings import CheckResult, run_check
-from learner.operate.doctor.run import examine
+from learner.operate.doctor.run import CheckResult, examine, run_check
 from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
 from learner.training.input_checks import StartUp, input_checks

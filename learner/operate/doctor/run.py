@@ -4,20 +4,85 @@
 that needs the result of a failed check is `skipped`.
 """
 
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Literal
 
+from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
-from learner.operate.doctor.findings import CheckResult, failed, run_check
+from learner.data.show import Table, plain
 from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
 from learner.operate.doctor.weights import push_checkpoint, weight_checks
-from learner.training.checks import Check, Waiting, require
+from learner.training.checks import Caution, Check, Waiting, require
 from learner.training.input_checks import StartUp, generates, input_checks
 from learner.training.server_checks import server_checks
-from shared_contracts.errors import ContractError
+from shared_contracts.cli import printable
+from shared_contracts.errors import ContractError, RunError
+
+Status = Literal["ok", "warn", "fail", "skipped"]
+
+_STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One row of the table.
+
+    check: name of the check. about: a server, file or key; may be empty. found: the result; for a
+    skipped check, the missing one. do: the remedy; may be empty.
+    """
+
+    check: str
+    about: str
+    status: Status
+    found: str
+    do: str = ""
+
+
+def run_check(check: Check) -> list[CheckResult]:
+    """Run a check; return one finding, or one for each of its errors."""
+    try:
+        return [CheckResult(check.name, "", "ok", check.run())]
+    except Waiting as waiting:
+        return [CheckResult(check.name, "", "skipped", str(waiting))]
+    except RunError as error:
+        return [CheckResult(check.name, "", "fail", str(error), "See the server's log")]
+    except ContractError as error:
+        status: Status = "warn" if isinstance(error, Caution) else "fail"
+        return [CheckResult(check.name, e.where, status, e.found, e.do) for e in error.errors]
+
+
+def table(findings: Sequence[CheckResult]) -> Table:
+    """Return one row for each finding: status, check, and result above remedy."""
+    rows = list[list[str | Text]]()
+    for finding in findings:
+        about = f"{finding.about}: " if finding.about else ""
+        text = plain(f"{about}{finding.found}")
+        if finding.do:
+            text.append(f"\n-> {printable(finding.do)}", style="bold")
+        rows.append([Text(finding.status, _STYLES[finding.status]), finding.check, text])
+    return Table("", ("", "", ""), rows)
+
+
+def summary(findings: Sequence[CheckResult]) -> str:
+    counts = Counter(finding.status for finding in findings)
+    return ", ".join(f"{counts[status]} {status}" for status in _STYLES)
+
+
+def as_json(findings: Sequence[CheckResult]) -> str:
+    """Return `{"failed": ..., "findings": [{check, about, status, found, do}, ...]}`."""
+    document = {"failed": failed(findings), "findings": [asdict(finding) for finding in findings]}
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def failed(findings: Sequence[CheckResult]) -> bool:
+    return any(finding.status == "fail" for finding in findings)
 
 
 def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
