@@ -70,10 +70,10 @@ def req_table(root: Path, tests: str) -> subprocess.CompletedProcess[str]:
     return run("req_table", write(root, {**files, "tests/test_a.py": tests}))
 
 
-def test_req_table_lists_the_tests_of_each_rule_and_scenario(tmp_path: Path) -> None:
+def test_req_table_lists_tests_and_refuses_rules_and_scenarios_without_one(tmp_path: Path) -> None:
     tests = '@req("AB-01")\ndef test_one(): ...\ndef test_geometry_first_2_ways(): "AB-02"\n'
     done = req_table(tmp_path, tests)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
         "AB-01       tests/test_a.py::test_one",
         "",

@@ -88,6 +88,33 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, d
 # ---- what is taught ------------------------------------------------------------------
 
 
+@pytest.mark.req("PARSE-06", "APPEND-01", "APPEND-02", "MATCH-02")
+@pytest.mark.scenario(
+    "All GT is appended when no valid matches exist",
+    "Highest retained object key controls FN start even when object is invalid",
+    "Start key avoids collision even when highest key object is invalid",
+)
+@pytest.mark.parametrize(
+    ("rollout", "first"),
+    [
+        ("{" + entry(1) + "}", 2),
+        ("{" + entry(2) + ', "object_9": {"desc": "no box"}}', 10),
+        # The name of an entry without a colon is not given again.
+        ('{"object_1" {"desc": "no box"}}', 2),
+        (f'{{"object_{10**639 - 1}": {{}}}}', 10**639),
+    ],
+    ids=range(4),
+)
+def test_new_keys_follow_the_largest_key_even_of_an_invalid_object_and_can_be_read_back(
+    tokenizer: PreTrainedTokenizerFast, rollout: str, first: int
+) -> None:
+    target = target_of(tokenizer, rollout, [CAT, DOG, BIRD], [])
+    assert target.fn_keys == [f"object_{first + i}" for i in range(3)]
+    assert [group.bins for group in target.coord_groups] == [
+        item.shape.coords for item in (CAT, DOG, BIRD)
+    ]
+
+
 @pytest.mark.req("APPEND-01", "PARSE-05")
 def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to_a_target(
     toy_tokenizer: PreTrainedTokenizerFast,
