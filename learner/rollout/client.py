@@ -6,7 +6,6 @@
     ServerUnreachable    no connection, or no whole answer within the deadline
       ConnectionBroken   the connection ended before the whole answer had arrived
     ProblemError         the server refused, or the answer breaks the contract
-      OtherWeights       the server has other weights than the call expects (WIRE-03)
     ContractError        the token or the host name of `base_url` is refused
 
 Proxies of the environment are ignored. The token of configured servers comes from the
@@ -77,6 +76,10 @@ _TEMPORARY = (429, 502, 503, 504)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
 _ANY_ADDRESS = "0.0.0.0"
+_OTHER_LEARNER = (
+    ". If the server was not restarted, another learner pushes to it: stop that learner, then "
+    "start this run again"
+)
 _BASE_URL = "rollout_matching.vllm.server.servers[].base_url"
 
 
@@ -86,16 +89,6 @@ class ServerUnreachable(RunError):
 
 class ConnectionBroken(ServerUnreachable):
     """A connection that ended before the whole answer had arrived."""
-
-
-class OtherWeights(ProblemError):
-    """A refusal: the server has other weights than the call expects (WIRE-03)."""
-
-    def __str__(self) -> str:
-        return (
-            f"{super().__str__()}. If the server was not restarted, another learner pushes "
-            "to it: stop that learner, then start this run again"
-        )
 
 
 SERVER_ERRORS = (ServerUnreachable, ProblemError)
@@ -383,7 +376,9 @@ class RolloutClient:
             problem = _foreign(response, where, _excerpt(content))
         if response.status_code == _MISDIRECTED:
             return ContractError(where, problem.detail, self._address_advice())
-        return (OtherWeights if problem.kind == "other-weights" else ProblemError)(problem)
+        if problem.kind == "other-weights":
+            problem.detail += _OTHER_LEARNER
+        return ProblemError(problem)
 
     def _token_refused(self, where: str) -> ContractError:
         source = TOKEN_FILE_VARIABLE if os.environ.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE

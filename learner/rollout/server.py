@@ -22,7 +22,6 @@ from tenacity import (
 from learner.rollout.backend import ANSWERED, Call, Journal
 from learner.rollout.client import (
     SERVER_ERRORS,
-    OtherWeights,
     RolloutClient,
     may_be_of_a_proxy,
     may_pass,
@@ -172,7 +171,7 @@ class Server:
 
         epoch: of the server when the call began; it may be reconnected by now.
         """
-        if not isinstance(error, OtherWeights):
+        if not isinstance(error, ProblemError) or error.problem.kind != "other-weights":
             return False
         try:
             return self._client.live().server_epoch != epoch

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.rollout.client import OtherWeights
 from learner.rollout.server import ATTEMPTS
 from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
@@ -175,7 +174,7 @@ def test_server_that_another_learner_has_taken_ends_the_run(lost: bool) -> None:
             run.pushers[0].refuses = ContractError("http://a:1", found, "End it")
         else:
             run.rollouts[0].version = 8
-        with pytest.raises(ContractError if lost else OtherWeights, match="another learner"):
+        with pytest.raises(ContractError if lost else ProblemError, match="another learner"):
             run.ask(4)
     assert run.pushed() == [[1], [1]]
 
