@@ -207,22 +207,23 @@ class SharedMemory(Wire):
     memory: HostMemory | DeviceMemory
 
 
-def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list[range]:
+def plan_buckets(
+    parameters: Sequence[ParameterMeta], bucket_bytes: int
+) -> list[list[ParameterMeta]]:
     """Cut the manifest into consecutive buckets of whole parameters, in order.
 
     A bucket takes parameters while their `wire_bytes` fit into `bucket_bytes`; a
     parameter larger than that travels alone. Both sides call this with the same
     arguments, so they agree on every boundary.
     """
-    buckets: list[range] = []
-    start, used = 0, 0
-    for index, parameter in enumerate(parameters):
-        if index > start and used + parameter.wire_bytes > bucket_bytes:
-            buckets.append(range(start, index))
-            start, used = index, 0
+    buckets: list[list[ParameterMeta]] = []
+    used = 0
+    for parameter in parameters:
+        if not buckets or used + parameter.wire_bytes > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(parameter)
         used += parameter.wire_bytes
-    if start < len(parameters):
-        buckets.append(range(start, len(parameters)))
     return buckets
 
 

@@ -75,8 +75,8 @@ def test_buckets_are_consecutive_whole_and_as_few_as_greed_allows(
     sizes: list[ParameterMeta], bucket_bytes: int
 ) -> None:
     buckets = plan_buckets(sizes, bucket_bytes)
-    assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))
+    assert [each for bucket in buckets for each in bucket] == sizes
     for bucket, following in itertools.pairwise(buckets):
-        used = sum(sizes[i].wire_bytes for i in bucket)
+        used = sum(each.wire_bytes for each in bucket)
         assert used <= bucket_bytes or len(bucket) == 1
-        assert used + sizes[following[0]].wire_bytes > bucket_bytes
+        assert used + following[0].wire_bytes > bucket_bytes

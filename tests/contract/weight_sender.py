@@ -73,9 +73,11 @@ class Sender:
 def pack(weights: Weights) -> list[bytes]:
     """Return the buckets of a push."""
     parameters = manifest(weights)
-    plain = [w.reshape(-1).view(torch.uint8).numpy().tobytes() for w in weights.values()]
-    padded = [data.ljust(p.wire_bytes, b"\0") for data, p in zip(plain, parameters, strict=True)]
-    return [b"".join(padded[b.start : b.stop]) for b in plan_buckets(parameters, BUCKET_BYTES)]
+    left = (w.reshape(-1).view(torch.uint8).numpy().tobytes() for w in weights.values())
+    return [
+        b"".join(next(left).ljust(each.wire_bytes, b"\0") for each in bucket)
+        for bucket in plan_buckets(parameters, BUCKET_BYTES)
+    ]
 
 
 def trailer(buckets: Sequence[bytes]) -> bytes:

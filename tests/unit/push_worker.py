@@ -136,10 +136,9 @@ class Worker:
     def _receive(self, group: Any) -> bool:
         parameters, digests = self._manifest.parameters, list[int]()
         receive = mapped(group) if self._asked.transport == "ipc" else partial(broadcast, group)
-        for bounds in plan_buckets(parameters, self._asked.bucket_bytes):
+        for members in plan_buckets(parameters, self._asked.bucket_bytes):
             if len(digests) == self.breaks_after:
                 return False
-            members = [parameters[i] for i in bounds]
             bucket = receive(sum(p.wire_bytes for p in members))
             digests.append(digest(bucket.numpy().tobytes()))
             for p in members:

@@ -100,7 +100,7 @@ class Sender:
         and ConnectionAbortedError if the group was abandoned.
         """
         deadline = time.monotonic() + self._timeout_s
-        plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
+        plan = plan_buckets(parameters, self._bucket_bytes)
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         packed = [size for members, size in zip(plan, sizes, strict=True) if self._packs(members)]
         slots = self._slots(max([*packed, 8 * len(plan)]))

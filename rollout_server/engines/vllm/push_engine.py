@@ -117,7 +117,7 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
     def _stream(
         self, parameters: Sequence[ParameterMeta], group: "Receiver"
     ) -> Iterator[tuple[str, Tensor]]:
-        plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
+        plan = plan_buckets(parameters, self._bucket_bytes)
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         buckets = group.receive([*sizes, 8 * len(sizes)])
         digests = list[Tensor]()
