@@ -70,7 +70,7 @@ class ServerPool(RolloutBackend):
     usable, the pool waits for one.
 
     clients: one per server, in the order of `servers[]`.
-    pushers: one per server in process 0, and none in the others.
+    pushers: one per server, of process 0; the others have those of `together` alone.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
     journal: gets notes of every call and push.
     differences: checked before a lost server is used again.
