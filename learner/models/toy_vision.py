@@ -69,7 +69,12 @@ def pretrain_vision(
     Raises ContractError for a model of another family, for a sample without exactly one image, for
     images of different sizes, and if `out` is not empty.
     """
-    _check(model, samples)
+    if (family := AutoConfig.from_pretrained(model).model_type) != FAMILY:
+        raise ContractError(
+            "toy pretrain-vision --model",
+            f"{model} is a {family}",
+            f"Give a {FAMILY}, as learner toy make-model makes it without --family",
+        )
     with publish_directory(out) as part, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = Qwen3VLForConditionalGeneration.from_pretrained(model)
@@ -79,23 +84,6 @@ def pretrain_vision(
         _train(_Detector(whole, len(scenes.descriptions)), scenes, steps, report)
         whole.save_pretrained(part)
         processor.save_pretrained(part)
-
-
-def _check(model: Path, samples: Sequence[Sample]) -> None:
-    family = AutoConfig.from_pretrained(model).model_type
-    if family != FAMILY:
-        raise ContractError(
-            "toy pretrain-vision --model",
-            f"{model} is a {family}",
-            f"Give a {FAMILY}, as learner toy make-model makes it without --family",
-        )
-    for sample in samples:
-        if len(sample.images) != 1:
-            raise ContractError(
-                sample.sample_id,
-                f"it has {len(sample.images)} images, and pretraining needs one",
-                _DO,
-            )
 
 
 class _Scenes(NamedTuple):
@@ -117,8 +105,10 @@ class _Scenes(NamedTuple):
         """merge: patches along a side of a token's cell."""
         patches, grids = [], []
         for sample in samples:
-            (path,) = sample.images
-            batch = images(images=[open_upright(path)], return_tensors="pt")
+            if len(sample.images) != 1:
+                found = f"it has {len(sample.images)} images, and pretraining needs one"
+                raise ContractError(sample.sample_id, found, _DO)
+            batch = images(images=[open_upright(sample.images[0])], return_tensors="pt")
             patches.append(batch["pixel_values"].half())
             grids.append(batch["image_grid_thw"])
         if len({tuple(grid.flatten().tolist()) for grid in grids}) > 1:

@@ -27,7 +27,7 @@ def require_hub_access(where: str, repository: str) -> None:
     """
     import httpx
     from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     if (fault := repository_fault(repository)) is not None:
         raise ContractError(where, fault, "Write it like my-name/my-detector")
@@ -35,9 +35,6 @@ def require_hub_access(where: str, repository: str) -> None:
         raise ContractError(where, f"{repository}, and there is no token of the Hub", _LOGIN)
     try:
         owner_info = _api().whoami()
-    except OfflineModeIsEnabled as error:
-        found = f"{repository}, and HF_HUB_OFFLINE is set"
-        raise ContractError(where, found, "Unset it, or push nothing") from error
     except (httpx.HTTPError, OSError) as error:
         found = f"{constants.ENDPOINT} cannot check the token ({error})"
         do = "Check that this machine reaches it, or push nothing"
