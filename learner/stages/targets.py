@@ -253,13 +253,12 @@ def whole_answer(
     if not token_ids:
         raise TargetUnreadable("the answer has no token")
     entries, start = list[_Entry](), 0
-    matched = {i for i, _ in match.pairs}
+    described: dict[int | None, list[int]] = {
+        i: parsed.objects[i].desc_token_indices for i, _ in match.pairs
+    }
     for end, index in parsed.entry_ends:
-        desc, group = list[int](), None
-        if index is not None and index in matched:
-            desc = parsed.objects[index].desc_token_indices
-            group = CoordGroup((), (), matched=True, is_box=False)
-        entries.append(_Entry((start, end + 1), desc, group))
+        group = CoordGroup((), (), matched=True, is_box=False) if index in described else None
+        entries.append(_Entry((start, end + 1), described.get(index, []), group))
         start = end + 1
     role = _roles(token_ids, entries, vocab)
     role[start:] = Role.FALSE_POSITIVE if parsed.truncated else Role.CLOSURE
