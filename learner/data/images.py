@@ -8,10 +8,12 @@ import io
 import os
 import struct
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -154,8 +156,17 @@ def inspect_all(
     paths: Sequence[Path], inspect: Callable[[Path], ImageInfo] = inspect_image
 ) -> ImageResults:
     """Inspect images in threads; yield results in the order of `paths`."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from zip(paths, pool.map(partial(try_inspect, inspect=inspect), paths), strict=True)
+    outcome = partial(try_inspect, inspect=inspect)
+    workers = os.cpu_count() or 1
+    remaining = iter(paths)
+    with ThreadPoolExecutor(workers) as pool:
+        ahead: deque[tuple[Path, Future[ImageResult]]] = deque(
+            (path, pool.submit(outcome, path)) for path in islice(remaining, 4 * workers)
+        )
+        while ahead:
+            path, future = ahead.popleft()
+            yield path, future.result()
+            ahead.extend((path, pool.submit(outcome, path)) for path in islice(remaining, 1))
 
 
 @contextmanager
