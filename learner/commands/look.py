@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from learner.commands.config import Json
-from shared_contracts.errors import ContractError
 
 
 def report(
@@ -23,8 +22,6 @@ def report(
 
     folder = RunFolder.open(run)
     file = out or run / REPORT
-    if file.suffix != ".html":
-        raise ContractError("--out", f"{file} does not end in .html", "Name an HTML file")
     require_file("--out", file)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_report(folder, file)

@@ -123,10 +123,8 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
         return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at character {error.pos + 1}"
-    except RecursionError:
-        detail = "nested too deeply"
-    except ValueError:  # more digits than int() accepts
-        detail = "a number is too long"
+    except (RecursionError, ValueError):  # more digits than int() accepts
+        detail = "nested too deeply, or a number is too long"
     start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
     raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
 

@@ -351,7 +351,7 @@ def test_command_compares_the_newest_evaluation_of_a_run(tmp_path: Path) -> None
     assert f"first: {newest / ANSWERS}" in shown.output.replace("\n", "")
     f1 = next(line.split() for line in shown.output.splitlines() if line.startswith("F1 "))
     assert f1 == ["F1", "0.000", "1.000", "+1.000", "+1.000", "..", "+1.000", "*"]
-    document = CliRunner().invoke(app, ["compare", str(run), str(other / ANSWERS), "--json"])
+    document = CliRunner().invoke(app, ["compare", str(run), str(other), "--json"])
     numbers = json.loads(document.output)
     assert (numbers["samples"], numbers["scores"][0]["difference"]) == (30, 1.0)
 

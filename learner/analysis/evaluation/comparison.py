@@ -55,7 +55,7 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Path, second: Path, seed: int = 0) -> "Comparison":
-        """Compare two evaluations: folders, answer files, or run folders with evaluations.
+        """Compare two evaluations: their folders, or run folders with evaluations.
 
         Raises ContractError for missing answers, or answers to different samples.
         """
@@ -77,8 +77,6 @@ def find_answers(path: Path) -> Path:
 
     Raises ContractError if there is none.
     """
-    if path.is_file():
-        return path
     if (path / ANSWERS).is_file():
         return path / ANSWERS
     files = (path / EVALUATIONS).glob(f"*/{ANSWERS}")
