@@ -81,7 +81,8 @@ class LoadedModel:
 def on_meta(config: Config) -> PreTrainedModel:
     """Return the model that a run trains, without weights and tuner, on the meta device.
 
-    Raises ContractError for a config of an unknown model, and as `check_parts` does.
+    Raises ContractError for a config of an unknown model, and as `check_head` and
+    `patch_embeddings` do.
     """
     folder = Checkpoint(config.model.model).base
     try:
@@ -96,14 +97,9 @@ def on_meta(config: Config) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         do = "Give the folder of a Qwen3-VL checkpoint"
         raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
-    check_parts(model)
-    return model
-
-
-def check_parts(model: PreTrainedModel) -> None:
-    """Raise ContractError as `family_of`, `check_head` and `patch_embeddings` do."""
     check_head(model)
     patch_embeddings(model, family_of(model).patch_embedding)
+    return model
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -201,9 +197,8 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
 
     Its forwards compute in `torch_dtype`.
 
-    Raises ContractError for a directory without a processor, and as `check_parts` and `tuned`.
+    Raises ContractError for a directory without a processor, and as `use_product` and `tuned`.
     """
-    check_parts(model)
     with loading("model.model", str(config.model.model), _WHOLE):
         processor = read_processor(config.model.model)
     vocab = token_table(processor.tokenizer).vocab

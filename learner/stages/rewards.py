@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from learner.config.group_relative import GroupRelativeConfig, RewardConfig
+from learner.config.group_relative import GroupRelativeConfig
 from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin
 from learner.stages.matching import (
@@ -47,10 +47,9 @@ def with_rewards(
     found: list[AssessedRollout] = []
     for first in range(0, len(assessed), config.group_size):
         group = assessed[first : first + config.group_size]
-        judged = [_JudgedAnswer(each, config.reward, resolution) for each in group]
-        rewards = [answer.reward() for answer in judged]
-        credits = [answer.credits() if config.credit == "object" else [] for answer in judged]
-        totals = np.array([reward.total for reward in rewards])
+        judged = [_rewards(each, config, resolution) for each in group]
+        credits = [[b.total - a.total for a, b in pairwise(rewards)] for rewards in judged]
+        totals = np.array([rewards[-1].total for rewards in judged])
         is_equal = (totals == totals[0]).all()
         spread = 0.0 if is_equal else float(totals.std())
         ahead = np.zeros(len(group)) if is_equal else totals - totals.mean()
@@ -58,9 +57,9 @@ def with_rewards(
         if config.advantage == "mean_std":
             scale = spread + STD_FLOOR
             scale_of_credits = float(np.std([*chain(*credits)] or 0.0)) + STD_FLOOR
-        for each, plain, more, own in zip(group, rewards, ahead.tolist(), credits, strict=True):
+        for each, rewards, more, own in zip(group, judged, ahead.tolist(), credits, strict=True):
             parts = tuple(credit / scale_of_credits for credit in own) or None
-            reward = plain._replace(spread=spread, advantage=more / scale, credits=parts)
+            reward = rewards[-1]._replace(spread=spread, advantage=more / scale, credits=parts)
             found.append(each._replace(reward=reward))
     return found
 
@@ -80,54 +79,46 @@ def token_advantages(assessed: AssessedRollout, count: int) -> list[float]:
     return [credit for credit, (start, end) in own for _ in range(start, end)][:count]
 
 
-class _JudgedAnswer:
-    """An answer, compared with the ground truth of its sample."""
+def _rewards(
+    assessed: AssessedRollout, config: GroupRelativeConfig, resolution: int
+) -> list[Reward]:
+    """Return the reward of an answer, without an advantage.
 
-    def __init__(self, assessed: AssessedRollout, config: RewardConfig, resolution: int) -> None:
-        predicted, truths = assessed.parsed.objects, assessed.sample.objects
-        self.assessed, self._config = assessed, config
-        named = same_description(predicted, truths)
-        self._iou = np.where(named, exact_iou(predicted, truths, resolution), 0.0)
-        hits = {p for p, _ in most_pairs(self._iou, self._iou >= IOU_THRESHOLDS[0])}
-        lists = assessed.sample.category_lists
-        unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, truths, lists)} - hits
-        self._unjudged = unjudged
-        self._iou[[*unjudged]] = 0.0
-        self._repeated = repeats(predicted, config.duplicate_iou, resolution)
-        shares = [_image_share(found.shape) for found in predicted]
-        large = {p for p, share in enumerate(shares) if share >= config.oversized_share}
-        self._oversized = large - hits - unjudged
+    With `credit: object` those of its first 0, 1, ... entries come before it.
+    """
+    parsed, truths, own = assessed.parsed, assessed.sample.objects, config.reward
+    predicted, lists = parsed.objects, assessed.sample.category_lists
+    named = same_description(predicted, truths)
+    iou = np.where(named, exact_iou(predicted, truths, resolution), 0.0)
+    hits = {p for p, _ in most_pairs(iou, iou >= IOU_THRESHOLDS[0])}
+    unjudged = {p for p, o in enumerate(predicted) if left_open(o.desc, truths, lists)} - hits
+    iou[[*unjudged]] = 0.0
+    repeated = repeats(predicted, own.duplicate_iou, resolution)
+    shares = [_image_share(found.shape) for found in predicted]
+    large = {p for p, share in enumerate(shares) if share >= own.oversized_share}
 
-    def reward(self, entries: tuple[int, int] | None = None) -> Reward:
-        """Return the reward, without an advantage.
-
-        entries: the number of objects and of dropped ones that the answer begins with; None: all.
-        """
-        config, parsed = self._config, self.assessed.parsed
-        objects, dropped = entries or (len(parsed.objects), len(parsed.dropped))
-        iou = self._iou[:objects]
-        hits_at = [len(most_pairs(iou, iou >= least)) for least in IOU_THRESHOLDS]
-        judged = objects - sum(place < objects for place in self._unjudged)
-        both = judged + len(self.assessed.sample.objects)
+    def reward(objects: int, dropped: int) -> Reward:
+        """The reward of an answer that ends after so many objects and dropped entries."""
+        begun = iou[:objects]
+        hits_at = [len(most_pairs(begun, begun >= least)) for least in IOU_THRESHOLDS]
+        both = objects - sum(place < objects for place in unjudged) + len(truths)
         f1 = 2 * sum(hits_at) / len(hits_at) / both if both else 1.0
         count = max(objects + dropped, 1)
-        duplicates = sum(place < objects for place in self._repeated) / count
-        oversized = sum(place < objects for place in self._oversized) / count
+        duplicates = sum(place < objects for place in repeated) / count
+        oversized = sum(place < objects for place in large - hits - unjudged) / count
         total = (
-            config.f1_weight * f1
-            - config.duplicate_weight * duplicates
-            - config.oversized_weight * oversized
-            - config.invalid_weight * dropped / count
+            own.f1_weight * f1
+            - own.duplicate_weight * duplicates
+            - own.oversized_weight * oversized
+            - own.invalid_weight * dropped / count
         )
         return Reward(f1, duplicates, oversized, dropped / count, total)
 
-    def credits(self) -> list[float]:
-        """Return what each entry adds to the reward before it; last what follows all entries."""
-        valid = [index is not None for _, index in self.assessed.parsed.entry_ends]
-        counts = accumulate(valid, initial=0)
-        begun = [(objects, place - objects) for place, objects in enumerate(counts)]
-        totals = [self.reward(entries).total for entries in (*begun, None)]
-        return [after - before for before, after in pairwise(totals)]
+    before: list[Reward] = []
+    if config.credit == "object":
+        valid = accumulate((index is not None for _, index in parsed.entry_ends), initial=0)
+        before = [reward(objects, place - objects) for place, objects in enumerate(valid)]
+    return [*before, reward(len(predicted), len(parsed.dropped))]
 
 
 def _image_share(box: Shape) -> float:
