@@ -79,7 +79,7 @@ class Checkpoints:
     """The checkpoints of a run, written by all of its processes.
 
     folder: of the run. keep: number of checkpoints that stay; None: all.
-    facts: of the run; None in all processes but the first.
+    facts: of the run; called in process 0 alone.
     state: returns the JSON state of this process for the manifest.
     collective: whether processes wait for each other while they write.
     """
@@ -88,7 +88,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int | None,
-        facts: Callable[[], RunFacts] | None,
+        facts: Callable[[], RunFacts],
         state: Callable[[], dict[str, Any]] = dict,
         peers: Peers = SINGLE_PROCESS,
         *,
@@ -139,7 +139,6 @@ class Checkpoints:
             broadcast_from_rank0(self._peers, publish)
 
     def _publish(self, final: Path, step: int, states: list[dict[str, Any]]) -> None:
-        assert self._facts is not None, "process 0 has them"
         part = self.unfinished / final.name
         manifest = CheckpointManifest(
             format=FORMAT,

@@ -81,8 +81,13 @@ def score_checkpoint(
 
     folder, placement: of a colocated server, if there is one.
     """
+    checkpoint, dtype = config.model.model, getattr(torch, config.model.torch_dtype)
     with waiting_for("the model to be loaded"):
-        loaded = _load_scored(config)
+        if (checkpoint / ADAPTER).is_file():  # merged in this type, as in the pushes of its run
+            model = read_model(checkpoint, dtype, config.model.attn_implementation)
+            loaded = prepared(config, model)
+        else:
+            loaded = load_model(config)
     folder = folder or config.training.output_dir
     with waiting_for("rollouts to be set up"):
         backend = open_backend(config, loaded, clients, folder, samples, placement)
@@ -93,15 +98,6 @@ def score_checkpoint(
             return evaluate(config, policy, samples, evaluation_seed(config), loaded.tokenizer)
     finally:
         policy.close()
-
-
-def _load_scored(config: Config) -> LoadedModel:
-    """Load `model.model`. An adapter is merged in `torch_dtype`, as in the pushes of its run."""
-    checkpoint = config.model.model
-    if not (checkpoint / ADAPTER).is_file():
-        return load_model(config)
-    dtype = getattr(torch, config.model.torch_dtype)
-    return prepared(config, read_model(checkpoint, dtype, config.model.attn_implementation))
 
 
 def evaluation_seed(config: Config, rank: int = 0) -> int:

@@ -253,11 +253,16 @@ def build_trainer(
 ) -> StepTrainer:
     """Return the Trainer around the step. Process 0 gets the logs of the run folder."""
     config, inputs, loaded, peers = parts.config, parts.inputs, parts.loaded, parts.peers
-    folder, facts, shown = config.training.output_dir, None, list[TrainerCallback]()
+    folder, policy, shown = config.training.output_dir, parts.policy, list[TrainerCallback]()
+    digest = ""  # of the data file at the start of the run
     if peers.rank == 0:
         trackers = tracker_callbacks(config.training, inputs.start)
         shown = [JsonlLog(folder), *trackers, display]
-        facts = _facts_of(parts)
+        digest = data_digest(config.data.train_jsonl)
+
+    def facts() -> RunFacts:
+        return RunFacts(policy.version if policy else 0, digest, log_sizes(folder))
+
     trainer = StepTrainer(
         runner,
         scorer,
@@ -283,13 +288,6 @@ def build_trainer(
     trainer.remove_callback(DefaultFlowCallback)  # a harness may have replaced it
     trainer.add_callback(DefaultFlowCallback)
     return trainer
-
-
-def _facts_of(parts: RunParts) -> Callable[[], RunFacts]:
-    """Return the facts of a checkpoint. The digest is of the data file at the start of the run."""
-    policy, digest = parts.policy, data_digest(parts.config.data.train_jsonl)
-    folder = parts.config.training.output_dir
-    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(folder))
 
 
 def order_of(config: Config, samples: int, processes: int) -> BatchOrder:
