@@ -165,7 +165,7 @@ def replay(
         details += _differences(differences)
         verdict = f"Different: {len(differences):,} of {whole} are not rebuilt as they were logged."
     print_tables(details)
-    print(verdict)
+    print(f"\n{verdict}" if details else verdict)
     return not differences
 
 

@@ -5,13 +5,11 @@
   const data = JSON.parse(document.getElementById("gallery-data").textContent);
   if (!data.cards.length) return;
 
-  const PAGE = 30;
-  const [gallery, tools, list, dialog, more] =
-    ["gallery", "tools", "cards", "detail", "more"].map((id) => document.getElementById(id));
+  const [gallery, tools, list, dialog] =
+    ["gallery", "tools", "cards", "detail"].map((id) => document.getElementById(id));
   const roleNames = Object.keys(data.roles);
   const hidden = new Set();
   let shown = [];
-  let room = PAGE;
   let open = null;
 
   function fill(element, attributes, children) {
@@ -114,17 +112,9 @@
       (step === "" || String(card.step) === step) &&
       (fault === "" || card.faults.includes(fault)) &&
       words.every((word) => searched[place].includes(word)));
-    room = PAGE;
-    list.replaceChildren();
-    showMore();
-  }
-
-  function showMore() {
-    list.append(...shown.slice(list.children.length, room).map(cardOf));
-    const count = Math.min(room, shown.length);
+    list.replaceChildren(...shown.map(cardOf));
     document.getElementById("count").textContent =
-      `${count} shown, ${shown.length} of the ${data.cards.length} answers here fit.`;
-    more.hidden = count === shown.length;
+      `${shown.length} of the ${data.cards.length} answers here fit.`;
   }
 
   function fillFilter(select, all, values, has) {
@@ -225,8 +215,6 @@
 
   // Back to the card of the answer, with an address that opens nothing again.
   function closed() {
-    room = Math.max(room, shown.indexOf(open) + 1);
-    showMore();
     history.replaceState(null, "", "#gallery");
     document.getElementById(open.slug)?.querySelector("a").focus();
     open = null;
@@ -256,10 +244,6 @@
   document.getElementById("previous").addEventListener("click", () => turn(-1));
   document.getElementById("next").addEventListener("click", () => turn(1));
   document.getElementById("close").addEventListener("click", () => dialog.close());
-  more.addEventListener("click", () => {
-    room += PAGE;
-    showMore();
-  });
   addEventListener("hashchange", followLink);
   followLink();
 })();
