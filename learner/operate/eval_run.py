@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import Evaluation
-from learner.analysis.report.answers import unread_answers
+from learner.analysis.report.answers import count_table, unread_answers
 from learner.analysis.report.evaluation_page import precisions, tiles
 from learner.config.schema import Config
 from learner.data.show import Table
@@ -67,7 +67,6 @@ def tables(scored: Scored) -> list[Table]:
     title = f"{len(scored.answers)} answers, a hit has an IoU of 0.5"
     result = [Table(title, ("", "#", ""), rows), precisions(numbers)]
     if unread := unread_answers(scored.answers):
-        rows = [[each.name, str(each.count), each.share, each.meaning] for each in unread]
         title = "Answers that could not be read, or only in part"
-        result.append(Table(title, ("", "#answers", "#share", "meaning"), rows))
+        result.append(count_table(title, "#answers", unread))
     return result

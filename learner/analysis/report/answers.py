@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from learner.data.show import Table
 from learner.runs.console import fraction
 from learner.runs.declared import ANSWER_FAULTS
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer, f1_of
@@ -51,6 +52,11 @@ def count_rows(counts: Mapping[Any, int], meanings: Mapping[Any, str], whole: in
         for name, meaning in meanings.items()
         if counts[name]
     ]
+
+
+def count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
+    rows = [[each.name, f"{each.count:,}", each.share, each.meaning] for each in counts]
+    return Table(title, ["", unit, "#share", "meaning"], rows)
 
 
 def unread_answers(answers: Sequence[LoggedAnswer]) -> list[Counted]:

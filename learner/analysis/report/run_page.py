@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from learner.analysis.report.answers import Counted, ReadAnswers, read_answers
+from learner.analysis.report.answers import ReadAnswers, count_table, read_answers
 from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, asset, link, publish_page
@@ -131,19 +131,14 @@ def _dropped(run: RunView, answers: ReadAnswers) -> Section:
         return Section("dropped", title, "No step generated answers yet.")
     tally = answers.tally
     tables = [
-        _count_table("Dropped objects, of all predicted", "#objects", dropped_objects(run)),
-        _count_table("Dropped answers", "#answers", dropped_answers(run, tally)),
-        _count_table("Faults of answers", "#answers", tally.fault_counts()),
+        count_table("Dropped objects, of all predicted", "#objects", dropped_objects(run)),
+        count_table("Dropped answers", "#answers", dropped_answers(run, tally)),
+        count_table("Faults of answers", "#answers", tally.fault_counts()),
     ]
     lead = f"Answers of {answers.read:,} of {answers.steps:,} steps are counted."
     if not tally.answers:
         lead = "No answers are logged (`training.log_rollouts`)."
     return Section("dropped", title, lead, tables=[table for table in tables if table.rows])
-
-
-def _count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
-    rows = [[each.name, f"{each.count:,}", each.share, each.meaning] for each in counts]
-    return Table(title, ["", unit, "#share", "meaning"], rows)
 
 
 @contextmanager
