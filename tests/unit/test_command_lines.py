@@ -153,7 +153,9 @@ def test_an_error_message_has_no_control_characters(
     assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("words", [["watch"], ["watch", "runs/x", "--once"], ["simulate", "--gpu"]])
+@pytest.mark.parametrize(
+    "words", [["watch", "runs/x", "--once"], ["simulate", "--gpu"], ["data", "from-coco", "a.json"]]
+)
 def test_a_removed_command_names_what_to_use(words: list[str]) -> None:
     result = CliRunner().invoke(learner.cli.app, words)
     assert isinstance(result.exception, ContractError)

@@ -100,11 +100,6 @@ def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     assert left_out == ("--left-out", f"{out} exists already")
 
 
-def test_a_command_of_an_earlier_version_names_its_successor() -> None:
-    found = refused("from-coco", "a.json", "b.jsonl")
-    assert found == ("learner data from-coco", "the command was removed")
-
-
 @pytest.mark.parametrize("path", ["d.jsonl/x/y", "/proc/x/y", "n" * 300])
 def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     toy_data: ToyData, tmp_path: Path, path: str
