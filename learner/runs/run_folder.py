@@ -142,12 +142,7 @@ def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:
     try:
         return StepAnswer.model_validate(line)
     except ValidationError as error:
-        raise ContractError(
-            str(file),
-            f"has a line that is no logged answer ({error.errors()[0]['msg']} at "
-            f"{'.'.join(map(str, error.errors()[0]['loc']))})",
-            "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
-        ) from error
+        raise _unreadable(str(file), error) from error
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -165,7 +160,8 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _unreadable(where: str, error: ValueError) -> ContractError:
-    return ContractError(where, f"is no JSON ({error})", "Name the folder of a whole run")
+    do = "Name the folder of a whole run, written by this version (`versions` in run.json)"
+    return ContractError(where, f"cannot be read ({' '.join(str(error).split())})", do)
 
 
 @contextmanager

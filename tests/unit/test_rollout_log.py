@@ -176,5 +176,5 @@ def test_an_answer_without_a_required_field_is_refused(
     record = json.loads(file.read_text())
     del record["match"]
     file.write_text(json.dumps(record) + "\n")
-    with pytest.raises(ContractError, match="Field required at match"):
+    with pytest.raises(ContractError, match="StepAnswer match Field required"):
         RunFolder.open(folder).answers(0)
