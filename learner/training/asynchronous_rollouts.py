@@ -112,7 +112,8 @@ class AsyncSource(RequestingSource):
         feed, samples = self._begin_batch(batch, self._samples_of(batch), PhaseClock())
         with self._channel_b.ahead(samples), prefetch(self._rounds(feed, samples)) as answered:
             packs = [pack for chunk in feed.make(answered) for pack in chunk.packs]
-        return ReadyBatch(batch, feed.oldest, packs + feed.finish(), feed)
+        packs += feed.packer.chunk([], last=True, version=feed.version)
+        return ReadyBatch(batch, feed.oldest, packs, feed)
 
     def _rounds(self, feed: PackFeed, samples: Sequence[Sample]) -> Generator[Answered, None, None]:
         """Yield the answers of each round, of whole groups."""

@@ -99,15 +99,6 @@ class PackFeed:
             self.oldest = self.oldest or part.version
             yield Chunk(made, part.last)
 
-    def finish(self) -> list[Pack]:
-        """Return the packs of the segments that wait for more, if no part was the last."""
-        return self.packer.chunk([], last=True, version=self.version)
-
-    @property
-    def places(self) -> list[Place]:
-        """The pack of each segment, after the last chunk."""
-        return self.packer.places
-
     def payload(self) -> Payload:
         """Return the metrics, after the last chunk."""
         payload = rollout_payload(self.assessed)
@@ -197,7 +188,7 @@ class RequestingSource(RolloutSource):
 
     def _log_answers(self, step: int, feed: PackFeed) -> None:
         if self._log is not None:
-            self._log(step + 1, feed.assessed, feed.places)
+            self._log(step + 1, feed.assessed, feed.packer.places)
 
 
 class SynchronousRollouts(RequestingSource):
