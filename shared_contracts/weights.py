@@ -298,3 +298,9 @@ class SyncReport(Wire):
     status: WeightStatus
     seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
     bytes: Count
+
+    @model_validator(mode="after")
+    def _has_a_transfer(self) -> "SyncReport":
+        if "transfer" not in self.seconds:
+            raise ValueError("the seconds of `transfer` are missing")
+        return self

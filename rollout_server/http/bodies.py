@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
+from pydantic_core import from_json
 
 from rollout_server.runtime.refusals import refusal
 
@@ -40,7 +41,8 @@ class JsonBody(Generic[Model]):
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False, include_context=False)
         first = [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_FAULTS]]
-        raise RequestValidationError(first)
+        is_json = first[0]["type"] != "json_invalid"
+        raise RequestValidationError(first, body=from_json(body) if is_json else None)
 
 
 def declare_bodies(app: FastAPI) -> None:

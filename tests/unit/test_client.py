@@ -386,6 +386,7 @@ CHOICE = "0.response.choices.0"
 FAULTS = [
     ("GET /info/", "weights_version", -1),
     ("POST /sleep/", "state", "BUSY"),
+    (FINISH, "seconds", {"pause": 1.0}),
     (FINISH, "seconds.transfer", -1.0),
     (INFER, f"{CHOICE}.index", -1),
 ]
