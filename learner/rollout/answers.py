@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 from learner.stages.tokens import Tokenizer, decode_exactly
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError
-from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 
 _ENVELOPES: TypeAdapter[list[RolloutEnvelope]] = TypeAdapter(
     Annotated[list[RolloutEnvelope], Field(fail_fast=True)]
@@ -21,11 +21,18 @@ def parse_rollouts(body: bytes, call: InferCall) -> list[RolloutEnvelope]:
 
     Raises:
         ValidationError: a field breaks the wire contract.
-        ValueError: the number of envelopes differs.
+        ValueError: the number of envelopes differs, or requested ids or logprobs are missing.
     """
     envelopes, requests = _ENVELOPES.validate_json(body), call.infer_requests
     if len(envelopes) != len(requests):
         raise ValueError(f"{len(envelopes)} envelopes for {len(requests)} requests")
+    config = call.request_config or RequestConfig()
+    for index, response in enumerate(envelope.response for envelope in envelopes):
+        wanted = [response.prompt_token_ids, *(choice.token_ids for choice in response.choices)]
+        if config.return_details and None in wanted:
+            raise ValueError(f"[{index}].response: token ids are missing")
+        if config.logprobs and any(choice.logprobs is None for choice in response.choices):
+            raise ValueError(f"[{index}].response.choices: logprobs are missing")
     return envelopes
 
 

@@ -41,7 +41,7 @@ Differences = Callable[[str, Info], Iterable[ContractError]]
 
 # Of one call at one server, before the server is lost.
 ATTEMPTS = 4
-_BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
+_BACKOFF = wait_exponential(max=8.0)
 _PROXY = (
     ". If every attempt ends after the same time, a proxy ends long calls: raise its read timeout; "
     "or lower rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "

@@ -70,7 +70,7 @@ class ServerPool(RolloutBackend):
     usable, the pool waits for one.
 
     clients: one per server, in the order of `servers[]`.
-    pushers: one per server, of process 0; the others have those of `together` alone.
+    pushers: one per server; used in process 0 alone.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
     journal: gets notes of every call and push.
     differences: checked before a lost server is used again.
@@ -273,6 +273,8 @@ class ServerPool(RolloutBackend):
             return []
         servers, call = self.usable(), probe_call(version)
         answers = in_parallel([partial(server.ask, call) for server in servers])
+        if not any(answers):
+            self._proof.missed()
         return [
             (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
             for server, envelopes in zip(servers, answers, strict=True)

@@ -199,9 +199,12 @@ def test_client_of_ms_swift_reads_both_forms(
     expected = reference.logprobs(server.checkpoint, PROMPT, [scene], ids)
     assert found == pytest.approx(expected, abs=1e-4)
 
-    body = {"infer_requests": [image_request(str(scene))], "request_config": None}
-    (bare,) = server.http.post("/infer/?envelope=0", json=body).json()
-    assert protocol.ChatCompletionResponse(**bare).choices[0]["message"]["role"] == "assistant"
+    requests = [image_request(str(scene)), text_request()]
+    body = {"infer_requests": requests, "request_config": {"max_tokens": 8}, "request_id": "bare"}
+    enveloped = server.http.post("/infer/", json=body).json()
+    bare = server.http.post("/infer/?envelope=0", json=body).json()
+    assert bare == [each["response"] for each in enveloped]
+    assert protocol.ChatCompletionResponse(**bare[0]).choices[0]["message"]["role"] == "assistant"
     assert server.http.post("/infer/?envelope=0", json={"infer_requests": []}).json() == []
 
 

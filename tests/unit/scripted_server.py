@@ -325,7 +325,7 @@ class ScriptedRollouts:
         return 504, "<title>504 Gateway Time-out</title>"
 
     def too_many(self, call: InferCall) -> Reply:
-        return *problem("too-many-calls", "try again", INFER), {"Retry-After": "3"}
+        return problem("too-many-calls", "try again", INFER)
 
     def lose_a_replica(self, call: InferCall) -> Reply:
         """Another replica answers. The lost one restarts with the weights of the checkpoint."""

@@ -25,7 +25,7 @@ from shared_contracts.errors import (
     Problem,
     ProblemError,
 )
-from shared_contracts.infer import InferCall
+from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import GroupCall, WeightStatus
@@ -422,6 +422,18 @@ def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
     assert caught.value.problem.title == "Not an answer of a rollout server"
     assert caught.value.problem.where == route.replace(" ", f" {server.base_url}")
     assert found in caught.value.problem.detail
+
+
+@pytest.mark.req("RES-25")
+@pytest.mark.parametrize("asked", ["return_details", "logprobs"])
+def test_an_answer_without_what_was_requested_names_it(server: ScriptedServer, asked: str) -> None:
+    bare = envelope([5], [1])
+    bare.response.prompt_token_ids = None
+    server.routes[INFER] = lambda _: [bare]
+    call = CALL.model_copy(update={"request_config": RequestConfig.model_validate({asked: True})})
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.infer(call)
+    assert re.search(r"\[0\]\.response.*(ids|logprobs) are missing", str(caught.value))
 
 
 @pytest.mark.req("RES-25", "SYNC-04", "CFG-06")

@@ -171,3 +171,23 @@ def test_every_server_that_answers_is_proven_after_a_push(
                 loaded.model.get_parameter("lm_head.weight").mul_(2.0)
             with pytest.raises(WeightsDiffer, match=one.base_url):
                 run.backend.push_weights(3)
+
+
+@pytest.mark.req("SYNC-06")
+def test_a_proof_that_no_server_answered_follows_the_next_push(
+    loaded: LoadedModel, answers: list[RolloutEnvelope]
+) -> None:
+    proven: list[int] = []
+    with scripted_server() as one:
+        rollouts = [S(one)]
+        one.routes[INFER] = lambda _: HangUp()
+        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "sample")) as run:
+
+            def reply(body: Any) -> Reply:
+                proven.append(body["expected_weights_version"])
+                return answers
+
+            one.routes[INFER] = reply
+            for version in (2, 3):
+                run.backend.push_weights(version)
+    assert proven == [2]

@@ -48,7 +48,7 @@ def test_pauses_grow() -> None:
     with fleet(1) as run:
         run.rollouts[0].faults.extend([S.not_ready, S.not_ready, S.too_many])
         run.ask(2)
-    assert run.clock.pauses == [0.5, 1.0, 2.0]
+    assert run.clock.pauses == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.req("DIST-05", "RES-26")

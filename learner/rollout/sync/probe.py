@@ -79,6 +79,10 @@ class ProofOfEffect:
             return False
         return self._verify == "full" or self._pushes % SAMPLED == 1
 
+    def missed(self) -> None:
+        """Have the next push proven, as no server answered."""
+        self._pushes -= 1
+
     def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
         """Return the mean |engine - trainer| of the log-probabilities of all answers, in nats.
 

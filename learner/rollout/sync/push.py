@@ -69,9 +69,10 @@ _NO_GROUP = "rollout_matching.vllm.mode: colocate and rollout_backend: hf need n
 class WeightSyncError(RunError):
     """A push broke. Unless it was refused at its start, the server needs a full push now."""
 
-    def __init__(self, side: Side, address: str, phase: Phase, reason: object) -> None:
+    def __init__(
+        self, side: Side, address: str, phase: Phase, reason: object, advice: str = ""
+    ) -> None:
         text = str(reason) or type(reason).__name__
-        advice = f". {_NO_GROUP}" if phase == "rendezvous" else ""
         super().__init__(
             f"weight sync failed at the {side} ({address}) in phase {phase}: {text}{advice}"
         )
@@ -86,8 +87,8 @@ class WeightPusher:
     one. Weights are sent from the GPU that is current in the thread that pushes.
 
     group_port: port of the rendezvous. peers: the processes that `push_together`; each has a
-    pusher, and that of process 0 owns the server. transport: of all of them; process 0 alone cannot
-    share the memory of its GPU with the workers on the other ones, and uses gloo.
+    pusher, and that of process 0 owns the server. transport: of a push by all of them; process 0
+    alone uses gloo, as it cannot share the memory of its GPU with the workers on other ones.
     join: how a group is joined.
 
     senders: number of learner processes in the group; 0: there is no group.
@@ -234,8 +235,7 @@ class WeightPusher:
                 if self._peers.rank == 0:
                     self.update_weights(parameters, sent)
                 else:
-                    assert self._group is not None
-                    self._phase("transfer", partial(self._group.send, parameters, sent))
+                    self._phase("transfer", partial(self._joined().send, parameters, sent))
             except Exception:
                 for _ in sent:  # the other processes may wait for this one to gather
                     pass
@@ -285,14 +285,17 @@ class WeightPusher:
         self, parameters: list[ParameterMeta], weights: Iterator[tuple[str, Tensor]]
     ) -> None:
         """Send the weights while the server receives and loads them."""
-        group = self._group
-        if group is None:  # another thread has abandoned it
-            raise self._broken("learner", "transfer", ConnectionAbortedError(_ABANDONED))
         self._together(
             "transfer",
             partial(self._client.update_weights, GroupCall(attempt=self._attempt)),
-            partial(group.send, parameters, weights),
+            partial(self._joined().send, parameters, weights),
         )
+
+    def _joined(self) -> Sender:
+        """Return the group. Raises WeightSyncError if another thread has abandoned it."""
+        if (group := self._group) is None:
+            raise self._broken("learner", "transfer", ConnectionAbortedError(_ABANDONED))
+        return group
 
     def finish_weight_update(self) -> SyncReport:
         """Have the server answer with the new weights."""
@@ -353,7 +356,11 @@ class WeightPusher:
                 "Let one learner push to a server: stop the other one, or name other servers in "
                 "rollout_matching.vllm.server.servers",
             )
-        return WeightSyncError(side, url, phase, reason)
+        if self._peers.count == 1:
+            advice = f". {_NO_GROUP}" if phase == "rendezvous" else ""
+            return WeightSyncError(side, url, phase, reason, advice)
+        where = url if side == "server" else f"process {self._peers.rank}"
+        return WeightSyncError(side, where, phase, reason)
 
 
 class _Sent:
