@@ -73,10 +73,13 @@ class Split:
     processes: int
 
 
-def split_devices(options: LaunchOptions, servers: int, visible: Sequence[int]) -> Split:
+def split_devices(
+    options: LaunchOptions, servers: int, tensor_parallel_size: int, visible: Sequence[int]
+) -> Split:
     """Return the GPUs of each server and of the learner; no GPU may occur twice.
 
-    servers: number of servers in the config. visible: ids of the GPUs that this process may use.
+    servers: number of servers in the config. tensor_parallel_size: GPUs of one replica.
+    visible: ids of the GPUs that this process may use.
 
     Raises:
         ContractErrors: all faults of the options.
@@ -112,6 +115,10 @@ def split_devices(options: LaunchOptions, servers: int, visible: Sequence[int]) 
         elif missing := sorted({*ids} - {*visible}):
             found = f"no GPU {_id_list(missing)} here, there are {_id_list(visible)}"
             fault(option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide")
+        elif option == SERVER_GPUS and len(ids) % tensor_parallel_size:
+            found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
+            found += f"tensor_parallel_size {tensor_parallel_size}"
+            fault(option, found, f"Give a multiple of {tensor_parallel_size}")
     if repeated := [gpu for gpu, count in Counter(chain(*lists)).items() if count > 1]:
         found = f"GPU {_id_list(repeated)} is named more than once"
         fault(f"{SERVER_GPUS}, {TRAIN_GPUS}", found, "Name every GPU once")
@@ -194,15 +201,16 @@ def plan_launch(
     alone = {name: v for name, v in environment.items() if name not in _TORCHRUN_VARIABLES}
     program = errors.of(_learner_program)
     errors.of(lambda: _require_allowed(own))
+    size = int(_number(own, "tensor_parallel_size", 1))
     visible = visible_gpus(environment) if options.device == "gpu" else []
-    split = errors.of(lambda: split_devices(options, len(servers_of_config), visible))
+    split = errors.of(lambda: split_devices(options, len(servers_of_config), size, visible))
     addresses = errors.of(lambda: addresses_here(servers_of_config))
     # Also if the split has faults: no process is counted as missing because of them.
     processes = split.processes if split else len((options.train_gpus or "").split(","))
     launched = alone | {"WORLD_SIZE": str(processes)}
     inputs = errors.of(lambda: check_inputs(config, launched))
     if split is not None:  # each process has a request in every decoded batch (DIST-04)
-        on_cpu = int(_number(own, "replicas", 1) * _number(own, "tensor_parallel_size", 1))
+        on_cpu = int(_number(own, "replicas", 1)) * size
         sizes = [len(gpus) or on_cpu for gpus in split.servers]
         decoded = config.rollout_matching.decode_batch_size
         errors.of(lambda: rank_chunk_size(decoded, sizes, split.processes))

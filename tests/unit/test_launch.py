@@ -57,44 +57,46 @@ TWICE = "--server-gpus, --train-gpus"
 
 
 @pytest.mark.parametrize(
-    ("options", "servers", "split"),
+    ("options", "servers", "size", "split"),
     [
-        (gpus("0,1", train="2,3"), 1, Split(((0, 1),), (2, 3), 2)),
-        (gpus("2", "0,1"), 2, Split(((2,), (0, 1)), (3,), 1)),
-        (LaunchOptions("cpu", train_processes=3), 2, Split(((), ()), (), 3)),
+        (gpus("0,1", train="2,3"), 1, 2, Split(((0, 1),), (2, 3), 2)),
+        (gpus("2", "0,1"), 2, 1, Split(((2,), (0, 1)), (3,), 1)),
+        (LaunchOptions("cpu", train_processes=3), 2, 4, Split(((), ()), (), 3)),
     ],
     ids=["one server", "servers in the order of the config", "cpu"],
 )
 def test_gpus_are_split_between_servers_and_learner(
-    options: LaunchOptions, servers: int, split: Split
+    options: LaunchOptions, servers: int, size: int, split: Split
 ) -> None:
-    assert split_devices(options, servers, range(4)) == split
+    assert split_devices(options, servers, size, range(4)) == split
 
 
 @pytest.mark.parametrize(
-    ("options", "servers", "faults"),
+    ("options", "servers", "size", "faults"),
     [
-        (gpus("0,1", "1,3"), 2, [(TWICE, "GPU 1,3 is named more than once")]),
-        (gpus("0", train="4"), 1, [("--train-gpus", "no GPU 4 here")]),
+        (gpus("0,1", "1,3"), 2, 1, [(TWICE, "GPU 1,3 is named more than once")]),
+        (gpus("0", train="4"), 1, 1, [("--train-gpus", "no GPU 4 here")]),
         (
             gpus("-1", "1,1", train=None, processes=2),
             3,
+            4,
             [
                 ("--train-processes", "2"),
                 ("--server-gpus", "given 2 times"),
                 ("--server-gpus", "'-1' is no list"),
+                ("--server-gpus", "2 GPUs (1,1) do not split"),
                 ("--train-gpus", "'' is no list"),
                 (TWICE, "GPU 1 is named more than once"),
             ],
         ),
-        (LaunchOptions("cpu", ("0",), "1"), 1, [("--server-gpus", ""), ("--train-gpus", "")]),
+        (LaunchOptions("cpu", ("0",), "1"), 1, 1, [("--server-gpus", ""), ("--train-gpus", "")]),
     ],
 )
 def test_all_faults_of_a_split_are_reported_together(
-    options: LaunchOptions, servers: int, faults: list[tuple[str, str]]
+    options: LaunchOptions, servers: int, size: int, faults: list[tuple[str, str]]
 ) -> None:
     with refused() as found:
-        split_devices(options, servers, [0, 1, 2, 3])
+        split_devices(options, servers, size, [0, 1, 2, 3])
     assert [where for where, _ in found] == [where for where, _ in faults]
     assert all(part in text for (_, text), (_, part) in zip(found, faults, strict=True)), found
 
@@ -192,7 +194,7 @@ def test_faults_of_every_kind_are_reported_together(
     config = config_of(
         toy_checkpoint, toy_data, tmp_path, data={"train_jsonl": str(tmp_path / "none.jsonl")}
     )
-    own = {"port": 1, "gpus": [0], "token_file": "/run/token"}
+    own = {"port": 1, "gpus": [0], "tensor_parallel_size": 2, "token_file": "/run/token"}
     taken = [config_port(config, 0), config_port(config, 1, "group_port")]
     with (
         socket.create_server((LOOPBACK, taken[0])),
@@ -202,6 +204,7 @@ def test_faults_of_every_kind_are_reported_together(
         plan_launch(FILE, config, gpus("0", "0,1", train="2"), own)
     assert [where for where, _ in found] == [
         "--server-config",
+        "--server-gpus",
         TWICE,
         f"{SERVERS}[0].base_url",
         f"{SERVERS}[1].group_port",
