@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from learner.config.schema import Config
-from shared_contracts.strict_model import bare_type, is_model, models_of_union, shown, tag_of
+from shared_contracts.strict_model import bare_type, is_model, models_below, shown, tag_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 
@@ -89,17 +89,9 @@ def _table(rows: list[Row]) -> str:
     return "\n".join([*head, *map(str, rows)]) + "\n"
 
 
-def _models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
-    """Return `[]` for a list type, else an empty text; and the models of the type or its items."""
-    index, inner = "", bare_type(annotation)
-    if get_origin(inner) in (list, tuple) and get_args(inner):
-        index, inner = "[]", bare_type(get_args(inner)[0])
-    return index, (inner,) if is_model(inner) else models_of_union(inner)
-
-
 def _rows(path: str, field: FieldInfo) -> Iterator[Row]:
     """One row per key at or below a field."""
-    index, members = _models_below(field.annotation)
+    index, members = models_below(field.annotation)
     if len(members) > 1:
         yield from _union_rows(path + index, members)
     elif members:

@@ -191,6 +191,14 @@ def models_of_union(annotation: Any) -> tuple[type[BaseModel], ...]:
     return members if all(is_model(member) for member in members) else ()
 
 
+def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
+    """Return `[]` for a list type, else an empty text; and the models of the type or its items."""
+    index, inner = "", bare_type(annotation)
+    if get_origin(inner) in (list, tuple) and get_args(inner):
+        index, inner = "[]", bare_type(get_args(inner)[0])
+    return index, (inner,) if is_model(inner) else models_of_union(inner)
+
+
 class Tag(NamedTuple):
     """The key that identifies a member of a union, and its value."""
 

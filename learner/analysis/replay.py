@@ -9,6 +9,7 @@ Requires the config and log of the run and the tokenizer of its model; no server
 """
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -60,7 +61,9 @@ def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
     if file.is_file() and data_digest(file) == digest:
         return folder
     found = "there is no such file"
-    if file.is_file():
+    if digest is None:
+        found = "run.json has no tokenizer_sha256 to compare it with"
+    elif file.is_file():
         found = "it is another one than when the run was started"
     do = f"Name a folder with the {TOKENIZER} of the run with --tokenizer (SHA-256 {digest}); "
     raise ContractError(str(file), found, f"{do}checkpoints of the run have it")
@@ -144,12 +147,22 @@ def replay(
 
     sample: print all details of its answers. `/data/train.jsonl:12` is also `train.jsonl:12`.
 
-    Raises ContractError if no answer is to this sample.
+    A step that cannot be read is left out, with a line.
+
+    Raises ContractError if no step can be read, or no answer is to this sample.
     """
-    details, differences, count = list[Table](), list[Difference](), 0
+    details, differences, unread = list[Table](), list[Difference](), list[ContractError]()
+    count = 0
     bar = Console(stderr=True)
     for step in track(steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal):
-        answers = run.answers(step)
+        try:
+            answers = run.answers(step)
+        except ContractError as error:
+            print(f"Step {step} is left out: {error.where}: {error.found}", file=sys.stderr)
+            unread.append(error)
+            if len(unread) == len(steps):
+                raise
+            continue
         count += len(answers)
         for answer, assessed in zip(answers, rebuild(answers, config, tokenizer), strict=True):
             if sample is not None and f"/{answer.sample_id}".endswith((f"/{sample}", f":{sample}")):
@@ -159,7 +172,7 @@ def replay(
     if sample is not None and not details:
         do = "Name a sample as FILE:LINE of its data"
         raise ContractError("--sample", f"no logged answer is to a sample {sample!r}", do)
-    whole = f"{counted(count, 'answer')} of {counted(len(steps), 'step')}"
+    whole = f"{counted(count, 'answer')} of {counted(len(steps) - len(unread), 'step')}"
     verdict = f"Identical: {whole} are rebuilt bit for bit."
     if differences:
         details += _differences(differences)

@@ -148,7 +148,9 @@ def convert(
     used = zip(_USED_BY.items(), values, strict=True)
     if unused := [name for (name, forms), value in used if value and form not in forms]:
         found = f"given from {from_format} to {to_format}"
-        raise ContractError(", ".join(unused), found, "Leave it out; see docs/data.md.")
+        known = ", ".join(name for name, forms in _USED_BY.items() if form in forms)
+        do = f"Leave it out; this conversion takes {known or 'no option'}."
+        raise ContractError(", ".join(unused), found, do)
     if images is not None and not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name a folder.")
     if to_format in ("yolo", "voc"):

@@ -72,7 +72,7 @@ class TemplateConfig(StrictModel):
     def _plain_text(cls, text: str | None) -> str | None:
         for mark in _MARKS:
             if text is not None and mark in text:
-                do = "Remove it: images and the tokens of the chat template are added by themselves"
+                do = "Remove it: images and chat tokens are added; videos are not read"
                 raise Refusal(f"it has {mark}", do)
         return text
 
@@ -294,7 +294,7 @@ class Config(StrictModel):
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
         do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
-        instead = "declare the objective in rollout_matching.pipeline"
+        instead = "and declare the objective in rollout_matching.pipeline"
         _require_for_variant(info, "stage2_ab", section is not None, do, instead)
         return section
 
@@ -304,7 +304,7 @@ class Config(StrictModel):
         cls, section: GroupRelativeConfig | None, info: ValidationInfo
     ) -> GroupRelativeConfig | None:
         do = "State group_size, advantage and reward"
-        instead = "use custom.trainer_variant: stage2_group_relative"
+        instead = "or use custom.trainer_variant: stage2_group_relative"
         _require_for_variant(info, "group_relative", section is not None, do, instead)
         return section
 
@@ -314,7 +314,7 @@ class Config(StrictModel):
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
         do = "Declare the objective and the diagnostics modules"
-        instead, declared = "declare the objective in stage2_ab.pipeline", section.pipeline
+        instead, declared = "and declare the objective in stage2_ab.pipeline", section.pipeline
         _require_for_variant(info, "pipeline", declared is not None, do, instead, "pipeline")
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None:
@@ -460,9 +460,9 @@ class Config(StrictModel):
 def _require_for_variant(
     info: ValidationInfo, section: str, declared: bool, do: str, instead: str, key: str = ""
 ) -> None:
-    """Raise Refusal unless a section is declared exactly if it is one of the variant's.
+    """Raise Refusal for a section that the variant requires and lacks, or does not have.
 
-    do, instead: what to write if it is missing, and if it is too much.
+    do: what to write if it is missing. instead: what to do beside removing it.
     """
     custom: CustomConfig | None = info.data.get("custom")
     if custom is None:  # it has errors itself
@@ -472,7 +472,7 @@ def _require_for_variant(
         return
     if declared:
         found = f"is given, and custom.trainer_variant is {variant}"
-        raise Refusal(found, f"Remove it, or {instead}", key)
+        raise Refusal(found, f"Remove it, {instead}", key)
     found = f"this key is required and missing with custom.trainer_variant: {variant}"
     raise Refusal(found, do, key)
 

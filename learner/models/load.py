@@ -263,7 +263,10 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
     """
     if not isinstance(tuner, LoraTuner):
         return model
-    targets, linear = tuner.target_modules, family_of(model).language_linear
+    targets = tuner.target_modules
+    if targets != "all-linear":
+        _require_modules(model, targets)
+    linear = family_of(model).language_linear
     own_rows = {"embed_tokens": list(rows)} if rows else None
     if own_rows and not model.config.get_text_config().tie_word_embeddings:
         own_rows["lm_head"] = list(rows)  # a tied head has the embedding's rows
@@ -284,6 +287,18 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
         ) from error
     train_rows_alone(adapted)
     return adapted
+
+
+def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ContractError unless each target ends a module's name; peft checks only one of them."""
+    suffixes = [f".{name}" for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(suffix.endswith(f".{target}") for suffix in suffixes):
+            raise ContractError(
+                "tuner.target_modules",
+                f"the model has no module {target}",
+                "Name modules as in peft, such as q_proj, or all-linear",
+            )
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:

@@ -152,7 +152,9 @@ def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int
                 try:
                     listening = held.enter_context(socket.create_server((host, number)))
                 except OSError as error:
-                    found = f"{host}:{number} cannot be bound ({error.strerror})"
+                    is_name = isinstance(error, socket.gaierror)
+                    why = error.strerror if is_name else os.strerror(error.errno or 0)
+                    found = f"{host}:{number} cannot be bound ({why})"
                     faults.errors.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
                     break
                 host = listening.getsockname()[0]

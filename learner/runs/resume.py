@@ -178,7 +178,7 @@ def _require_states(checkpoint: SavedCheckpoint, processes: int) -> None:
 def _require_same_config(config: Config, folder: Path) -> None:
     resolved, errors = folder / RESOLVED, list[ContractError]()
     do = "Set it back; or start a new run in another folder, with a checkpoint as model.model"
-    for key, old, new in _differences(read_mapping(resolved), config):
+    for key, old, new in _differences(_read_resolved(resolved), config):
         found = f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value"
         errors.append(ContractError(key, found, do))
     if errors:
@@ -195,6 +195,16 @@ def _require_same_run(config: Config, checkpoint: SavedCheckpoint) -> None:
             "trained on",
             "Restore the file, or start a new run in another folder",
         )
+
+
+def _read_resolved(resolved: Path) -> dict[str, Any]:
+    try:
+        return read_mapping(resolved)
+    except ContractError as error:
+        do = "Restore it, or start a new run in another folder"
+        raise ContractError(
+            "training.resume", f"auto, and {error.where}: {error.found}", do
+        ) from error
 
 
 def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:

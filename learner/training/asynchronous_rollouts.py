@@ -131,14 +131,14 @@ class AsyncSource(RequestingSource):
         Raises RunError if other weights generated a part of the answers.
         """
         while True:
-            try:
-                with self._buffer.requesting():
-                    version = self._policy.version
+            with self._buffer.requesting():
+                version = self._policy.version
+                try:
                     rollouts = self._policy.answer_by_pushed(samples, seed)
-            except PushNeeded:
-                self._buffer.pause()
-                self._push_wanted = True
-                continue
+                except PushNeeded:
+                    self._buffer.pause(wait=False)
+                    self._push_wanted = True
+                    continue
             versions = {version for rollout in rollouts for version in rollout.weights_version}
             if versions - {version}:
                 raise RunError(

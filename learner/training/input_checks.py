@@ -185,7 +185,10 @@ def _check_checkpoint(run: StartUp) -> str:
 
 
 def _check_data(run: StartUp) -> str:
-    require(run.checkpoint, "checkpoint")  # its processor limits the images
+    if run.checkpoint is None:  # its processor limits the images; faults of lines are shown
+        for file in filter(None, (run.config.data.train_jsonl, run.config.data.val_jsonl)):
+            read_samples(file, allow_poly=run.config.allow_poly)
+    require(run.checkpoint, "checkpoint")
     run.read = read = read_inputs(run.config, run.environment)
     run.samples = read.answered
     held_out = f", {len(read.val)} to validate on" if run.config.data.val_jsonl else ""
@@ -329,6 +332,15 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
             "Lower it, or give more data",
         )
     batch = training.effective_batch_size // processes * config.answers_per_sample
+    queue = config.rollout_matching.async_rollout
+    if queue.enabled and not training.packing and batch > queue.queue_limit:
+        # With packing, the number of packs of a rank batch is not known here.
+        raise ContractError(
+            "rollout_matching.async_rollout.queue_limit",
+            f"{queue.queue_limit} packs cannot hold the {batch} that each process trains on in "
+            "a step without packing",
+            f"Raise it to at least {batch}, or lower training.effective_batch_size",
+        )
     if not training.packing:
         return
     from learner.stages.packing.plan import binpacking_module  # numpy

@@ -79,6 +79,7 @@ class RolloutBuffer:
         self._requesting = False
         self._closed = False
         self._idle_s = 0.0
+        self._idle_since: float | None = None
 
     def start(self, first: int) -> None:
         """Begin with batch `first`, or with the restored state."""
@@ -101,13 +102,14 @@ class RolloutBuffer:
 
     def begin(self) -> int:
         """Wait until a batch is needed, and return its number. Raises BufferClosed."""
-        began = time.perf_counter()
         with self._changed:
+            self._idle_since = time.perf_counter()
             while not self._closed:
                 packs = self.packs
                 room = packs == 0 or packs + self._largest <= self._limit
                 if packs < self._target and room and (batch := self._claim()) is not None:
-                    self._idle_s += time.perf_counter() - began
+                    self._count_idle()
+                    self._idle_since = None
                     self._making = batch
                     return batch
                 self._changed.wait()
@@ -156,11 +158,11 @@ class RolloutBuffer:
 
     # --- the learner
 
-    def pause(self) -> None:
-        """Start no request, and wait for the running one."""
+    def pause(self, *, wait: bool = True) -> None:
+        """Start no request. wait: for the running one; False within `requesting`."""
         with self._changed:
             self._paused = True
-            self._changed.wait_for(lambda: not self._requesting)
+            self._changed.wait_for(lambda: not (wait and self._requesting))
 
     def resume(self) -> None:
         with self._changing():
@@ -218,12 +220,19 @@ class RolloutBuffer:
     def payload(self) -> Payload:
         """Return the metrics since the last call."""
         with self._changed:
+            self._count_idle()
             payload = Payload()
             payload.add({f"stage2_ab/async/{why}": n for why, n in self._dropped.items()})
             payload.note({"stage2_ab/async/prefetch_idle_s": self._idle_s})
             self._dropped = dict.fromkeys(self._dropped, 0)
             self._idle_s = 0.0
             return payload
+
+    def _count_idle(self) -> None:
+        if self._idle_since is not None:
+            now = time.perf_counter()
+            self._idle_s += now - self._idle_since
+            self._idle_since = now
 
     # --- the state of each batch
 

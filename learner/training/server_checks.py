@@ -4,6 +4,7 @@
 torch.
 """
 
+import errno
 import os
 import socket
 import time
@@ -22,6 +23,7 @@ from learner.training.input_checks import StartUp, learner_processes
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors, ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.machine import address_towards
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerConfig
 from shared_contracts.server_info import Info
@@ -201,27 +203,56 @@ _RELEASE_S = 5.0  # longest time in which a server releases the port of its last
 
 
 def check_group_port(where: str, base_url: str, port: int) -> None:
-    """Raise ContractError if something listens on a server's `group_port`.
+    """Raise ContractError if a server cannot listen on its `group_port`.
 
-    A connection must be refused, as nothing listens there between runs; `Caution` if there is no
-    answer.
+    On this machine the port is bound and released. On another one a connection is tried, which
+    must be refused, as nothing listens there between runs; `Caution` if there is no answer.
     """
     host = urlsplit(base_url).hostname
-    fix = "or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need no port"
+    assert host is not None, "checked with the config"
+    try:
+        ip = socket.gethostbyname(host)
+        here = address_towards(ip) == ip
+    except OSError as error:
+        found = f"{host}: {error.strerror or error}"
+        raise ContractError(
+            where, found, _group_port_fix("Give the server's IPv4 address")
+        ) from error
     deadline = time.monotonic() + _RELEASE_S
-    while True:
-        try:
-            socket.create_connection((host, port), _CONNECT_S).close()
-        except ConnectionRefusedError:
-            return
-        except OSError as error:
-            found = f"{host}:{port} gives no answer ({error}): a firewall may drop packets to it"
-            do = f"Open the port for the learner; {fix}"
-            raise Caution([ContractError(where, found, do)]) from error
+    while (reason := _port_problem(ip, port, here)) is not None:
         if time.monotonic() > deadline:
-            do = f"Name another group_port, or stop what uses this one; {fix}"
-            raise ContractError(where, f"{host}:{port} is taken", do)
+            fix = _group_port_fix("Name another group_port, or stop what uses this one")
+            raise ContractError(where, f"{ip}:{port} {reason}", fix)
         time.sleep(0.1)
+
+
+def _port_problem(ip: str, port: int, here: bool) -> str | None:
+    """Return why no program can listen on the port, or None. here: `ip` is of this machine."""
+    if here:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind((ip, port))  # other processes of the run may do so at the same time
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                return "is taken" if taken else f"cannot be bound ({error.strerror})"
+        return None
+    try:
+        socket.create_connection((ip, port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop packets to it"
+        fix = _group_port_fix("Open the port for the learner")
+        raise Caution([ContractError("group_port", found, fix)]) from error
+    return "is taken"
+
+
+def _group_port_fix(first: str) -> str:
+    return (
+        f"{first}; or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need "
+        "no port"
+    )
 
 
 def describe_server(info: Info) -> str:

@@ -123,6 +123,10 @@ def test_bad_data_folder_and_processes_are_refused(
     with pytest.raises(ContractErrors) as caught:
         plan_evaluation(config, data=tmp_path / "bad.jsonl")
     assert all(e.where == f"{tmp_path / 'bad.jsonl'}:1" for e in caught.value.errors)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(ContractError, match="not an empty directory"):
+        plan_evaluation(config, out=tmp_path / "out")
     with pytest.raises(ContractError, match="and so is --data"):
         plan_evaluation(parse_config(merge(mapping, {"data": {"val_jsonl": None}})))
     monkeypatch.setenv("WORLD_SIZE", "2")

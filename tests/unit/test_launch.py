@@ -135,7 +135,7 @@ def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPa
         addresses_here(at(server.base_url))
     assert server.calls == []
     (error,) = caught.value.errors
-    assert "cannot be bound (Address already in use" in error.found
+    assert "cannot be bound (Address already in use)" in error.found
     assert "For servers that run already" in error.do
 
 

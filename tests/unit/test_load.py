@@ -132,10 +132,17 @@ def test_parameters_that_do_not_fit_are_refused_by_name(
     assert "layers.3" not in caught.value.found
 
 
-@pytest.mark.parametrize("module", ["q_porj", "language_model"])
-def test_target_modules_that_peft_cannot_adapt_are_refused(config: Config, module: str) -> None:
-    tuner = LoraTuner(train_type="lora", lora_rank=2, lora_alpha=2, target_modules=[module])
-    with pytest.raises(ContractError, match="peft cannot adapt them") as caught:
+@pytest.mark.parametrize(
+    ("modules", "found"),
+    [
+        (["q_porj"], "the model has no module q_porj"),
+        (["q_proj", "v_porj"], "the model has no module v_porj"),
+        (["language_model"], "peft cannot adapt them"),
+    ],
+)
+def test_unknown_target_modules_are_refused(config: Config, modules: list[str], found: str) -> None:
+    tuner = LoraTuner(train_type="lora", lora_rank=2, lora_alpha=2, target_modules=modules)
+    with pytest.raises(ContractError, match=found) as caught:
         load_model(config.model_copy(update={"tuner": tuner}))
     assert caught.value.where == "tuner.target_modules"
 

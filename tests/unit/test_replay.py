@@ -244,3 +244,16 @@ def test_tokenizer_must_be_that_of_the_run(run: Path, toy_checkpoint: Path, tmp_
     file = other / "tokenizer.json"
     file.write_text(file.read_text() + " ")
     assert "is another one than when" in refusal(run, "--tokenizer", str(other))
+    facts = json.loads((run / "run.json").read_text())
+    del facts["tokenizer_sha256"]
+    (run / "run.json").write_text(json.dumps(facts))
+    assert "has no tokenizer_sha256" in refusal(run, "--tokenizer", str(other))
+
+
+@pytest.mark.req("REPLAY-01")
+def test_a_step_that_cannot_be_read_is_left_out_of_a_replay_of_all(run: Path) -> None:
+    (run / "rollouts" / "step_000002.jsonl").write_text("{\n")
+    done = replay(run)
+    assert (done.exit_code, "Step 2 is left out: " in done.output) == (0, True)
+    assert "answers of 1 step are rebuilt" in done.output
+    assert "step_000002.jsonl" in refusal(run, "--step", "2")

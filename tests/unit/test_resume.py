@@ -295,7 +295,7 @@ def test_a_finished_run_changes_no_file(
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(None, "resolved_config.yaml"), (b"model: [\n", "resolved_config.yaml:2:1")],
+    [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1")],
 )
 def test_an_unreadable_resolved_config_is_refused(
     mapping: dict[str, Any], content: bytes | None, word: str
@@ -308,7 +308,9 @@ def test_an_unreadable_resolved_config_is_refused(
         resolved.write_bytes(content)
     with pytest.raises(ContractError) as caught:
         find_start(config, processes=1)
-    assert caught.value.where == f"{resolved.parent}/{word}"
+    assert caught.value.where == "training.resume"
+    assert word in caught.value.found
+    assert caught.value.do.startswith("Restore it")
 
 
 @pytest.mark.req("RUN-01")

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from learner.analysis.report.answers import ReadAnswers, count_table, read_answers
+from learner.analysis.report.answers import (
+    MOST_AFTER_ERROR,
+    MOST_STEPS,
+    ReadAnswers,
+    count_table,
+    read_answers,
+)
 from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, asset, link, publish_page
@@ -45,7 +51,7 @@ def write_report(folder: RunFolder, out: Path | None = None, error: str | None =
     """
     out = out or folder.path / REPORT
     run = RunView.of(folder, error)
-    answers = read_answers(folder)
+    answers = read_answers(folder, MOST_STEPS if error is None else MOST_AFTER_ERROR)
     resolution = run.config.rollout_matching.matching.maskiou_resolution
     shown = gallery(answers.shown, answers.tally.answers, resolution, run.replay)
     unreadable = sum(bool(picture["problem"]) for picture in shown["pictures"])
