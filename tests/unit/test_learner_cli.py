@@ -196,6 +196,10 @@ def test_a_step_larger_than_the_data_and_a_buffer_smaller_than_a_step_are_refuse
     error = run.error()
     assert error.where == "training.effective_batch_size"
     assert "there are 24" in error.found
+    run.set(training__effective_batch_size=8, training__packing=False)
+    run.use_servers("http://127.0.0.1:1")
+    run.set(rollout_matching__async_rollout={"enabled": True, "queue_limit": 2})
+    assert run.error().where == "rollout_matching.async_rollout.queue_limit"
 
 
 # --- GPUs and processes -----------------------------------------------------------------
