@@ -146,8 +146,7 @@ def replay(
     """Compute steps again and print what differs; return whether all answers are identical.
 
     sample: print all details of its answers. `/data/train.jsonl:12` is also `train.jsonl:12`.
-
-    A step that cannot be read is left out, with a line.
+    A step that cannot be read is printed and left out.
 
     Raises ContractError if no step can be read, or no answer is to this sample.
     """

@@ -70,9 +70,9 @@ def badness(answer: LoggedAnswer) -> tuple[float, int, str]:
     return f1_of(answer), -len(answer.match.false_negatives), answer.sample_id
 
 
-# Limits of a page: shown answers, and steps whose answers are read; a run that failed has seconds.
+# Limits of a page: shown answers, and steps whose answers are read.
 MOST = 200
-MOST_STEPS, MOST_AFTER_ERROR = 400, 100
+MOST_STEPS, MOST_AFTER_ERROR = 400, 100  # a process that failed ends within seconds
 _THIRDS = 3
 _WORST_SHARE = 2 / 3
 
