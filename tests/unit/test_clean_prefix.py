@@ -15,12 +15,19 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
+from learner.stages.clean_prefix import without_false_positives
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON, CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
-from learner.types import AssessedRollout, GroundTruthObject, Role, Sample, Target
-from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
+from learner.types import (
+    AssessedRollout,
+    GroundTruthObject,
+    Role,
+    Sample,
+    Target,
+)
+from tests.unit.answers import CAT, DOG, ROOF, coords, encode, entry, pieces, text_of
 from tests.unit.small_run import rollout
 
 MATCHING = MatchingConfig()
@@ -125,6 +132,20 @@ def test_a_matched_prefix_has_no_false_positive(tokenizer: PreTrainedTokenizerFa
     assert "hat" in text_of(tokenizer, np.array(found.target.token_ids)[passed_over].tolist())
 
 
+@pytest.mark.req("CLEAN-01")
+def test_the_match_of_a_matched_prefix_counts_its_own_objects(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "{" + entry(1, "dog", DOG_BINS) + ", " + ROOF_SAID % 2 + ", " + entry(3) + "}"
+    found = assessed_of(tokenizer, answer, [CAT, ROOF], None)
+    rest, match = without_false_positives(
+        found.parsed, found.match, tokenizer, COORD_JSON, allow_poly=True
+    )
+    assert [each.desc for each in rest.objects] == ["roof", "cat"]
+    assert (match.pairs, match.false_positives) == ([(0, 1), (1, 0)], [])
+    assert np.array_equal(match.mask_iou, found.match.mask_iou[1:], equal_nan=True)
+
+
 @pytest.mark.req("CLEAN-01", "CHB-01", "APPEND-02")
 @given(
     said=st.lists(st.sampled_from([CAT, DOG, GroundTruthObject("cat", DOG.shape)]), max_size=5),
@@ -177,8 +198,13 @@ def test_a_target_of_matched_objects_is_the_annotation_in_the_order_of_the_answe
         ),
         ([entry(1), entry(2)], [CAT], [("", None, None)]),
         ([entry(1), entry(2)], [CAT, CAT], []),
+        (
+            [entry(1), entry(2, "red dog", DOG_BINS), entry(3), entry(4, "red dog", DOG_BINS)],
+            [CAT, DOG, CAT],
+            [],
+        ),
     ],
-    ids=["description", "coordinate", "in a row", "at the end", "the same words"],
+    ids=["description", "coordinate", "in a row", "at the end", "the same words", "behind these"],
 )
 def test_a_duplicate_departs_where_the_target_differs(
     tokenizer: PreTrainedTokenizerFast,
@@ -200,6 +226,18 @@ def test_a_duplicate_departs_where_the_target_differs(
             assert wrong.startswith(token)
             assert right.startswith(taught)
             assert token != taught
+
+
+@pytest.mark.req("CLEAN-02")
+def test_a_duplicate_can_depart_within_a_character(tokenizer: PreTrainedTokenizerFast) -> None:
+    one, other = "\U00020000", "\U00020001"  # four bytes each, of which the last one differs
+    missed = GroundTruthObject(other, ROOF.shape)
+    said = [entry(1, one), entry(2, "red dog", DOG_BINS), entry(3, one)]
+    target = assessed_of(tokenizer, "{" + ", ".join(said) + "}", [DOG, missed]).target
+    assert target is not None
+    ((before, wrong, right),) = departing(tokenizer, target)
+    assert before.endswith('{"desc": "\ufffd')
+    assert wrong == right == "\ufffd"
 
 
 # ---- any answer ----------------------------------------------------------------------
