@@ -90,6 +90,9 @@ NEAR = box("cat", 0, 0, 100, 80)
         (written(NEAR), BOTH, (2 * 0.7 / 3, 0, 0, 0, 2 * 0.7 / 3)),
         (written(CAT, CAT, DOG), BOTH, (4 / 5, 1 / 3, 0, 0, 4 / 5 - 0.5 / 3)),
         (written(CAT, DOG, EVERYTHING, EVERYTHING), BOTH, (4 / 6, 1 / 4, 2 / 4, 0, 4 / 6 - 0.25)),
+        # Half of the image, on the right and below.
+        (written(CAT, DOG, box("sky", 500, 0, 999, 999)), BOTH, (4 / 5, 0, 0, 0, 4 / 5)),
+        (written(CAT, DOG, box("sky", 0, 500, 999, 999)), BOTH, (4 / 5, 0, 0, 0, 4 / 5)),
         (f"{{{entry(1, 'cat', (0, 0, 100))}}}", BOTH, (0.0, 0, 0, 1.0, -2.0)),
         (written(box("dog", 0, 0, 100, 100)), BOTH, (0.0, 0, 0, 0, 0.0)),
         ("garbage", BOTH, (0.0, 0, 0, 0, 0.0)),
@@ -140,6 +143,18 @@ def test_advantages_are_relative_to_the_group_and_0_without_spread(
     of_std = [reward.advantage for reward in scaled if reward]
     assert of_std == pytest.approx([each / (spread + 1e-6) for each in of_mean])
     assert of_std[3:] == [0, 0, 0]
+
+
+@pytest.mark.req("GROUP-01")
+@pytest.mark.parametrize("advantage", ["mean", "mean_std"])
+def test_equal_rewards_have_no_spread_also_where_their_mean_is_rounded(
+    tokenizer: PreTrainedTokenizerFast, advantage: str
+) -> None:
+    config = groups_of(3, advantage, duplicate_weight=0.0)
+    for found in rewarded(config, *[assessed_as(tokenizer, written(CAT, CAT, DOG))] * 3):
+        assert found.reward is not None
+        assert np.full(3, found.reward.total).std() > 0
+        assert (found.reward.spread, found.reward.advantage) == (0, 0)
 
 
 @pytest.mark.req("GROUP-01")
