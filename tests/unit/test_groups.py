@@ -33,7 +33,14 @@ from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
 from learner.training.recipes import recipe_of
 from learner.training.step import StepRunner
-from learner.types import NEG_CATEGORIES, AssessedRollout, GroundTruthObject, Role, Sample
+from learner.types import (
+    NEG_CATEGORIES,
+    NOT_EXHAUSTIVE_CATEGORIES,
+    AssessedRollout,
+    GroundTruthObject,
+    Role,
+    Sample,
+)
 from tests.unit.answers import encode, entry, text_in_role, text_of
 from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
 from tests.unit.mixed_samples import box
@@ -185,6 +192,39 @@ def test_an_object_has_what_it_adds_to_the_reward_of_the_objects_before_it(
         assert tuple(key for key, _ in runs) == credits[:ends]
         for number, (_, run) in enumerate(runs[: len(own) - 1], start=1):
             assert f'"object_{number}"' in tokenizer.decode([token for _, token in run])
+
+
+# Of three cats, the most hits with the largest IoUs leave the second one unjudged. At 0.55 to 0.7
+# it would be a hit, and the third one is none.
+CATS = (box("cat", 200, 200, 300, 300), box("cat", 216, 200, 316, 300))
+SAID = (CATS[0], box("cat", 200, 200, 272, 300), box("cat", 264, 200, 316, 300))
+
+
+@pytest.mark.req("GROUP-01")
+@pytest.mark.parametrize(
+    ("said", "truths", "totals"),
+    [
+        (SAID, CATS, (0, 2 / 3, 2 / 3, 2 * 1.1 / 4)),
+        ((CAT, EVERYTHING, DOG), BOTH, (0, 2 / 3, 2 / 4 - 0.25 / 2, 4 / 5 - 0.25 / 3)),
+        # A hit with an IoU of 0.52 is not oversized.
+        ((EVERYTHING,), (box("sky", 0, 0, 519, 999),), (0, 2 * 0.1 / 2)),
+    ],
+    ids=["unjudged", "oversized", "hit"],
+)
+def test_faults_count_from_their_object_on(
+    tokenizer: PreTrainedTokenizerFast,
+    said: tuple[GroundTruthObject, ...],
+    truths: tuple[GroundTruthObject, ...],
+    totals: tuple[float, ...],
+) -> None:
+    lists = {NOT_EXHAUSTIVE_CATEGORIES: ["cat"]}
+    answer = assessed_as(tokenizer, written(*said), truths, metadata=lists)
+    config = groups_of(duplicate_weight=0.0).model_copy(update={"credit": "object"})
+    found, _ = rewarded(config, answer, answer)
+    assert found.reward is not None
+    assert found.reward.credits is not None
+    steps = [after - before for before, after in pairwise([*totals, totals[-1]])]
+    assert found.reward.credits == pytest.approx(steps)
 
 
 # --- the target is the answer
