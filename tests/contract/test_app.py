@@ -128,14 +128,6 @@ def test_weight_call_without_its_attempt_is_refused(client: TestClient) -> None:
         assert problem_of(client.post(f"{ADAPTER}?{query}", headers=AS_BYTES)).status == 422
 
 
-@pytest.mark.req("SRV-06")
-def test_adapter_of_a_web_page_is_refused(client: TestClient) -> None:
-    """A browser sends this content type to any server, without asking it."""
-    text = {"content-type": "text/plain"}
-    answer = client.post(f"{ADAPTER}?version=1&attempt=a", content=b"", headers=text)
-    assert problem_of(answer).type == "urn:rollmatch:bad-request"
-
-
 @pytest.mark.req("WIRE-05", "WIRE-06")
 def test_openapi_document_has_each_path_once_with_its_problems(client: TestClient) -> None:
     document = client.get("/openapi.json").json()

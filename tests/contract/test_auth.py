@@ -203,7 +203,7 @@ def test_call_that_is_not_sent_as_json_is_refused() -> None:
     with client_of() as client:
         own = client.post(CLOSE, json={"attempt": "a"})
         assert refusal_of(own) == (503, "not-ready")
-        for path in (CLOSE, "/infer/"):
+        for path in (CLOSE, "/infer/", "/load_adapter/?version=1&attempt=a"):
             assert refusal_of(client.options(path)) == (405, "method-not-allowed")
             for kind in (None, "text/plain", "application/x-www-form-urlencoded"):
                 headers = {} if kind is None else {"content-type": kind}

@@ -1,14 +1,8 @@
-"""The arithmetic of the benchmarks: what they measure needs hours, how they compute is tested."""
+"""The tables of the benchmark of the method: its runs need hours, how they compute is tested."""
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-import torch
-
-from benchmarks import full_size
-from benchmarks.command import Bench
 from benchmarks.method_parts.arms import TITLES
 from benchmarks.method_parts.records import (
     Run,
@@ -18,73 +12,14 @@ from benchmarks.method_parts.records import (
     score_table,
     time_table,
 )
-from benchmarks.results import median_of, read_json, write_json
-from benchmarks.throughput import REQUESTS, Side, UnequalWork, Work, compare
-from benchmarks.workload import ANSWER_TOKENS, Scene
 from learner.analysis.evaluation.folder import Scored, write_evaluation
-from learner.models import head
 from learner.types import GroundTruthObject, Shape
 from tests.unit.eval_answers import DATA, answers
 
-# ---- throughput: ratios of two sides, and verdicts -----------------------------------
-
-ALL_TOKENS = REQUESTS * ANSWER_TOKENS
-
-
-def side(seconds: float, prompt_tokens: int = 500, tokens: int = ALL_TOKENS) -> Side:
-    return lambda scenes: Work(seconds, prompt_tokens, tokens)
-
-
-def test_a_ratio_is_the_median_over_all_rounds_but_the_first() -> None:
-    times = iter([100.0, 2.0, 4.0, 8.0])
-    seen: list[list[Scene]] = []
-
-    def peer(scenes: list[Scene]) -> Work:
-        seen.append(scenes)
-        return Work(next(times), 500, ALL_TOKENS)
-
-    result = compare("ours over theirs", (side(2.0), peer), 3, 1.5, with_image=False)
-    assert (result.measured, result.values, result.met) == (2.0, (1.0, 2.0, 4.0), True)
-    assert len({scene for scenes in seen for scene in scenes}) == 4 * REQUESTS, "no cached prompt"
-
-
-def test_sides_with_different_work_are_not_compared() -> None:
-    for peer in (side(1.0, tokens=ALL_TOKENS - 1), side(1.0, prompt_tokens=501)):
-        with pytest.raises(UnequalWork):
-            compare("any", (side(1.0), peer), 1, 1.0, with_image=False)
-
-
-def test_a_result_has_its_verdict_and_survives_its_file(tmp_path: Path) -> None:
-    met = median_of("speed", [1.0, 3.0, 2.0], 2.0, at_least=True)
-    missed = median_of("speed", [1.1], 1.0, at_least=False)
-    rows = [result.row.split(" | ")[3:5] for result in (met, missed)]
-    assert rows == [[">= 2", "met"], ["<= 1", "missed"]]
-    write_json([met, missed], tmp_path / "out.json")
-    assert read_json(tmp_path / "out.json") == [met, missed]
-
-
-@pytest.mark.slow
-def test_the_plain_and_the_shipped_loss_agree_and_fakes_predict_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The benchmark itself raises where losses or gradients differ. Toy widths."""
-    # As at full size, a block of the head is a 24th of its gradient.
-    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", 4000 * 128 // 24)
-    tiny = full_size.Size(
-        segments=2, side=64, objects=2, text={"vocab_size": 4000}, vision={"patch_size": 16}
-    )
-    bench = Bench(tmp_path, 1, ExitStack())
-    ours, plain = full_size.compared(bench, tiny, torch.float32).peaks
-    assert ours < plain
-    fakes = full_size.memory_ratio(bench, tiny, torch.float32)
-    assert fakes.measured == pytest.approx(ours / plain, rel=0.1)
-
-
-# ---- the method: three scenes, the answers of an arm after some steps ----------------
+# Three scenes, and the answers of an arm after some steps.
 
 CAT = GroundTruthObject("red triangle", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("blue triangle", Shape("bbox_2d", (500, 510, 700, 710)))
-GHOST = GroundTruthObject("green rectangle", Shape("bbox_2d", (800, 0, 999, 90)))
 SCENES = [[CAT, DOG], [CAT], [DOG]]
 NOTHING: list[list[GroundTruthObject]] = [[], [], []]
 TWICE = [[CAT, CAT, DOG], [CAT, CAT], [DOG]]

@@ -347,13 +347,6 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
     assert starts(tmp_path) == 3
 
 
-def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
-    with supervised(tmp_path, lives=9, pauses_s=(0.0,)) as server:
-        server.stop()
-        server.check()
-    assert starts(tmp_path) == 1
-
-
 # --- Room on the device -----------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ from tests.unit.scripted_server import HangUp, Reply, problem, scripted_server
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = DEPLOY / "docker-compose.yaml"
-KUBERNETES = DEPLOY / "kubernetes.yaml"
 SYSTEMD = DEPLOY / "systemd"
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
@@ -100,27 +99,6 @@ def test_an_example_yaml_reaches_and_configures_the_server_container(
     given = {key: options[key] for key in ("device", "grace_seconds", "gpus")}
     settings = load_settings(None, given | {"model": "/data/model"}, example, {})
     assert settings.max_num_seqs == config.rollout_matching.decode_batch_size
-
-
-# --- Kubernetes ---------------------------------------------------------------------------
-
-
-def test_the_pods_of_the_manifest_start_as_the_containers_and_share_a_token() -> None:
-    _, service, deployment, job = yaml.safe_load_all(KUBERNETES.read_text("utf-8"))
-    server, learner = (each["spec"]["template"]["spec"] for each in (deployment, job))
-    (serve,), (train,) = server["containers"], learner["containers"]
-    options, composed = parsed(serve["args"]), parsed(container("server")["command"])
-    same = ("gpus", "host", "port", "grace_seconds", "log_format")
-    assert {key: options[key] for key in same} == {key: composed[key] for key in same}
-    assert server["terminationGracePeriodSeconds"] >= options["grace_seconds"] + ANSWERS_S + 10
-    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    assert [variable["value"] for variable in train["env"]] == [str(options["token_file"])]
-    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
-    for pod, each in ((server, serve), (learner, train)):
-        assert pod["securityContext"]["runAsNonRoot"]
-        assert not each["securityContext"]["allowPrivilegeEscalation"]
-        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 # --- The health check ---------------------------------------------------------------------
