@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +67,6 @@ def test_gauges_show_the_current_state_of_the_server() -> None:
     assert found["rollout_weights_state{state=PUSH_NEEDED}"] == 1
     assert found["rollout_weights_state{state=READY}"] == 0
     assert "rollout_running_sequences{replica=0}" not in found
-
-
-def test_nested_seconds_of_one_phase_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    record = CallRecord("/infer/")
-    with record.phase("prepare"):
-        now[0] = 1.0
-        with record.phase("prepare"), record.phase("generate"):
-            now[0] = 3.0
-        now[0] = 7.0
-    assert record.seconds == {"prepare": 7.0, "generate": 2.0}
 
 
 # --- refusals and the access log

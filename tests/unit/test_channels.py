@@ -178,16 +178,33 @@ def test_a_polygon_counts_where_polygons_are_allowed(
 
 
 @pytest.mark.req("ROLL-01", "RES-16")
-@pytest.mark.parametrize(("kept", "more"), [(-1, [0]), (5, []), (0, [])])
+@pytest.mark.parametrize(
+    ("kept", "more", "theirs"),
+    [
+        (-1, [65], "65 'b'"),
+        (5, [], "no token"),
+        (0, [], "no token"),
+        (None, [65, 66], "65 'b'"),
+    ],
+    ids=["another token", "shorter", "nothing", "longer"],
+)
 def test_other_prompt_ids_of_the_server_stop_the_step(
-    answering: Answering, kept: int, more: list[int]
+    answering: Answering, kept: int | None, more: list[int], theirs: str
 ) -> None:
+    """The first difference is shown with both tokens."""
     answer = answering.rollout(written(CAT))
-    other = replace(answer, prompt_token_ids=answer.prompt_token_ids[:kept] + more)
-    position = kept % len(answer.prompt_token_ids)
-    found = f"position {position}" + ("" if more else ".*the server no token")
-    with pytest.raises(ContractError, match=found):
+    own = answer.prompt_token_ids
+    other = replace(answer, prompt_token_ids=own[:kept] + more)
+    position = len(own[:kept])
+    ours = f"{own[position]} " if position < len(own) else "no token, "
+    with pytest.raises(ContractError) as caught:
         answering.channel.segments([answering.scene], [other])
+    place = f"prompt of {answering.scene.sample_id}, position {position}"
+    assert caught.value.where == place
+    assert f"the learner has {ours}" in caught.value.found
+    assert f"the server {theirs}" in caught.value.found
+    assert f"lengths {len(own)} and {len(other.prompt_token_ids)}" in caught.value.found
+    assert "chat template" in caught.value.do
 
 
 @pytest.mark.req("LOSS-02", "MET-02", "MET-03")
