@@ -195,6 +195,7 @@ def test_a_chat_completion_ends_as_the_call_that_the_guard_ends(guarded: Running
     assert chat["message"]["content"] == choice["message"]["content"]
 
 
+@pytest.mark.nightly  # test_replica_watch.py starts engines whose preparation refuses
 @pytest.mark.req("REP-06", "SRV-04")
 def test_config_required_repeat_aware_processor_missing_fails_fast(
     tied: Path, settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +263,7 @@ def plain(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return runs
 
 
+@pytest.mark.nightly  # vLLM is pinned, and test_repeat_processor.py has its batches
 @pytest.mark.req("REP-02", "REP-04")
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_plain_vllm_forces_the_end_of_sequence_one_step_after_the_trigger(

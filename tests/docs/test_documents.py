@@ -60,7 +60,14 @@ def world(
 
 @pytest.mark.slow
 @pytest.mark.req("CFG-01", "SRV-01")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        # tests/integration/test_launch.py launches, too.
+        pytest.param(c, marks=pytest.mark.nightly if "learner launch" in c else ())
+        for c in COMMANDS
+    ],
+)
 def test_a_documented_command_succeeds(command: str, world: World) -> None:
     code, printed = world.run(command)
     assert code == 0, printed
@@ -85,6 +92,7 @@ def test_a_documented_command_for_gpus_lacks_nothing_else(command: str, world: W
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_replicas.py and others start servers with these options
 @pytest.mark.req("SRV-01")
 @pytest.mark.parametrize(
     "command",

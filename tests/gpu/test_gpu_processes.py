@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.running_server import running_server
+from tests.contract.toy_checkpoints import make_checkpoint
 from tests.gpu.servers import ON_0
 from tests.integration.sharded_push import check_pushes, pushed_from_shards
 
@@ -38,4 +40,6 @@ def test_each_process_takes_the_gpu_of_its_local_rank_and_sums_over_nccl(tmp_pat
 @pytest.mark.gpu(3)
 @pytest.mark.req("SYNC-02", "SYNC-03", "SYNC-06", "SYNC-08", "DDP-02")
 def test_a_model_sharded_over_two_gpus_is_pushed_to_a_third(tmp_path: Path) -> None:
-    check_pushes(pushed_from_shards(tmp_path, ON_0, "nccl", CUDA_VISIBLE_DEVICES="1,2"))
+    model = make_checkpoint(tmp_path / "model", seed=0)
+    with running_server(model, tmp_path / "server", device=ON_0) as server:
+        check_pushes(pushed_from_shards(tmp_path, server, "nccl", CUDA_VISIBLE_DEVICES="1,2"))

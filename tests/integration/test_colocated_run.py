@@ -35,6 +35,7 @@ GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
 )
 OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
+ENDLESS = {"max_steps": 10_000, "save_steps": 10_000}
 
 
 class Run:
@@ -73,15 +74,32 @@ class Run:
     def printed(self) -> str:
         return self._log.read_text()
 
-    @property
-    def steps(self) -> list[dict[str, Any]]:
+    def logged(self) -> list[dict[str, Any]]:
         metrics = self.folder / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return [line for line in map(json.loads, lines) if "step/channel_b" in line]
 
     @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The first steps."""
+        return self.logged()[:STEPS]
+
+    @property
     def answers(self) -> list[StepAnswer]:
-        return logged_answers(self.folder)
+        """Those of the first steps."""
+        return [answer for answer in logged_answers(self.folder) if answer.step <= STEPS]
+
+    def kill_a_process(self) -> None:
+        """After the first steps. The other process and the server end, too."""
+        while len(self.logged()) <= STEPS:
+            assert self.process.poll() is None, self.printed
+            time.sleep(0.1)
+        learners = children(self.process.pid)
+        started = [each for learner in learners for each in (learner, *children(learner))]
+        assert len(started) > PROCESSES  # the server, too
+        os.kill(learners[-1], signal.SIGKILL)
+        assert self.process.wait(LIMIT_S) != 0
+        assert wait_until_gone(started, LIMIT_S) == []
 
 
 @dataclass(frozen=True)
@@ -99,14 +117,10 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def run(toys: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A finished run under DDP that offloads."""
-    run = Run(
-        toys,
-        tmp_path_factory.mktemp("ddp"),
-        training={"max_steps": STEPS, "save_steps": STEPS},
-        rollout_matching={"offload": OFFLOAD},
-    )
-    assert run.process.wait(LIMIT_S) == 0, run.printed
+    """A run under DDP that offloads, and that ended when one process was killed."""
+    folder = tmp_path_factory.mktemp("ddp")
+    run = Run(toys, folder, training=ENDLESS, rollout_matching={"offload": OFFLOAD})
+    run.kill_a_process()
     return run
 
 
@@ -175,22 +189,11 @@ def test_each_family_runs_beside_its_own_server(
     assert {answer.weights_version[1] for answer in run.answers} == set(versions)
 
 
+@pytest.mark.nightly  # test_sharded_push.py pushes to a server of its own
 @pytest.mark.req("ROLL-03", "SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
-def test_a_killed_process_of_a_sharded_run_ends_the_other_and_the_server(
-    toys: World, tmp_path: Path
-) -> None:
-    """After a step whose weights were pushed whole from their shards."""
-    endless = {"max_steps": 10_000, "save_steps": 10_000, "data_parallel": "fsdp2"}
-    run = Run(toys, tmp_path, training=endless)
-    while len(run.steps) < STEPS:
-        assert run.process.poll() is None, run.printed
-        time.sleep(0.1)
-    learners = children(run.process.pid)
-    started = [each for learner in learners for each in (learner, *children(learner))]
-    assert len(started) > PROCESSES  # the server, too
-    os.kill(learners[-1], signal.SIGKILL)
-    assert run.process.wait(LIMIT_S) != 0
-    assert wait_until_gone(started, LIMIT_S) == []
-    first, second = run.steps[:STEPS]
+def test_a_sharded_run_pushes_whole_weights_to_its_server(toys: World, tmp_path: Path) -> None:
+    run = Run(toys, tmp_path, training=ENDLESS | {"data_parallel": "fsdp2"})
+    run.kill_a_process()
+    first, second = run.steps
     assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in (first, second))
     assert second["sync/weights_version"] == first["sync/weights_version"] + 1

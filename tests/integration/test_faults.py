@@ -143,7 +143,7 @@ def undisturbed(play: Play) -> list[list[int]]:
     ("moment", "victim"),
     [
         ("transfer", "server"),
-        ("finish", "engine"),
+        pytest.param("finish", "engine", marks=pytest.mark.nightly),
         pytest.param("finished", "server", marks=pytest.mark.nightly),
     ],
 )

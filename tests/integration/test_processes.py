@@ -56,7 +56,7 @@ UNTIED: dict[str, dict[str, Any]] = {
     f"{forwards}_{mode}-untied": {
         "stage2_ab": {"n_softctx_iter": forwards, "softctx_grad_mode": mode}
     }
-    for forwards, mode in ((1, "unroll"), (2, "em_detach"), (3, "unroll"), (3, "em_detach"))
+    for forwards, mode in ((1, "unroll"), (3, "em_detach"))
 }
 OTHER_FAMILIES: tuple[ToyFamily, ...] = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_ALONE: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ ALSO_ALONE: dict[str, dict[str, Any]] = {
     "detach": DETACH,
     "b": CHANNEL_B,
     "lora": LORA,
-    **{f"dora-{family}": DORA for family in OTHER_FAMILIES},
+    **{f"dora-{family}": DORA for family in ("qwen3_vl_moe", "qwen3_5")},
 }
 OF_TWO: dict[str, dict[str, Any]] = {
     **ALSO_ALONE,
