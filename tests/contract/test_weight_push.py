@@ -27,6 +27,7 @@ from tests.contract.running_server import (
     RunningServer,
     image_request,
     response_ids,
+    running_server,
     text_request,
 )
 from tests.contract.toy_checkpoints import read_weights
@@ -303,3 +304,53 @@ def test_a_newer_learner_takes_the_server_over_and_the_older_one_ends(
                 first.push(pushing.next_version())
         second.push(pushing.next_version())
     assert client.info().owner is None
+
+
+# --- an engine that answers from what its old weights cached
+
+
+STALE_ENGINE = """
+from rollout_server.engines import vllm
+
+def build(settings, index):
+    from rollout_server.engines.vllm.engine import VllmEngine
+
+    class StaleEngine(VllmEngine):
+        async def pause(self):
+            await self._llm.pause_generation(mode="wait", clear_cache=False)
+
+        async def finish_weight_update(self, version):
+            await self._llm.finish_weight_update()
+            await self._llm.update_weight_version(str(version))
+            self.weights_version = version
+
+    return StaleEngine.build(settings, index)
+
+vllm.build = build
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.req("SYNC-06")
+def test_the_proof_of_effect_sees_caches_of_the_old_weights(
+    tied: Path,
+    other_tied: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STALE_ENGINE)  # Python imports it when it starts
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    learner = load_small(other_tied, toy_data, tmp_path / "run")
+    with (
+        running_server(tied, tmp_path / "server") as server,
+        RolloutClient(server.process.base_url, timeout_s=60.0) as client,
+    ):
+        client.infer(probe_call())  # caches the prompts
+        source = SyncMode(MergedWeights(learner.model), None, fallback_to_full=False)
+        pusher = WeightPusher(client, free_ports(1)[0], source, "gloo", 2**18)
+        pusher.push(1)
+        pusher.close()
+        with pytest.raises(WeightsDiffer, match="does not compute with the weights"):
+            ProofOfEffect(learner, "full").check("here", client.infer(probe_call(1)), "float32")

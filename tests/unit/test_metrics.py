@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.runs.declared import METRICS
+from learner.config import parse_config
+from learner.data.toy import ToyData
+from learner.runs.declared import COORD_DIAG, LOSSES, METRICS, SERVERS, TRAINER
 from learner.runs.metrics import Payload
+from learner.types import Channel
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 B = "stage2_ab/channel_b"
 
@@ -93,3 +98,98 @@ def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -
     with pytest.raises(AssertionError, match="match_rate is declared as a rate"):
         payload.note({f"{B}/match_rate": 0.5})
     assert payload.metrics() == {}
+
+
+# --- the keys that a run logs, with every loss module, both channels and an evaluation
+
+
+Line = dict[str, Any]
+
+
+def with_everything(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Every weight above 0, self-context, diagnostics in both channels; answers from `hf`."""
+    stage2 = mapping["stage2_ab"]
+    stage2 |= {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 2}
+    for module in stage2["pipeline"]["objective"]:
+        weights = {key: 0.5 for key in module["config"] if key.endswith("_weight")}
+        module["config"] |= weights
+    monitor = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A", "B"]}
+    stage2["pipeline"]["diagnostics"] = [{**monitor, "config": {}}]
+    mapping["rollout_matching"] = {
+        "rollout_backend": "hf",
+        "max_new_tokens": 8,
+        "eval_detection": {"enabled": True},
+    }
+    mapping["training"] |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    return mapping
+
+
+@pytest.fixture(scope="module")
+def lines(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> list[Line]:
+    out = tmp_path_factory.mktemp("everything") / "run"
+    config = parse_config(with_everything(small_mapping(toy_checkpoint, toy_data, out)))
+    folder = run_quietly(config)
+    return metric_lines(folder)
+
+
+def step_of(lines: list[Line], channel: Channel) -> Line:
+    (line,) = (line for line in lines if line.get("step/channel_b") == float(channel == "B"))
+    return line
+
+
+@pytest.mark.req("MET-01", "MET-03")
+def test_every_key_of_the_log_is_declared(lines: list[Line]) -> None:
+    assert len(lines) == 4, "two steps, an evaluation, the end of the run"
+    logged = {key for line in lines for key in line} - {"step"}
+    notes = {f"eval/{metric.key}" for metric in SERVERS}
+    assert logged <= {metric.key for metric in METRICS} | TRAINER.keys() | notes
+
+
+@pytest.mark.req("MET-01", "MET-02", "RES-22")
+@pytest.mark.parametrize("channel", ["A", "B"])
+def test_a_step_logs_all_keys_of_its_channel_and_none_of_the_other(
+    lines: list[Line], channel: Channel
+) -> None:
+    line = step_of(lines, channel)
+    own = {metric.key: metric for metric in METRICS if channel in metric.channels}
+    assert {key for key, metric in own.items() if not metric.when} - line.keys() == set()
+    assert line.keys() - own.keys() - TRAINER.keys() == {"step"}
+    assert "packing/post_rollout_buffer" not in line, "there is no carry buffer"
+
+
+@pytest.mark.req("MET-02", "LOSS-06", "CHA-01")
+@pytest.mark.parametrize("channel", ["A", "B"])
+def test_every_declared_loss_and_diagnostic_can_be_logged(
+    lines: list[Line], channel: Channel
+) -> None:
+    line = step_of(lines, channel)
+    wanted = {metric.key for metric in LOSSES + COORD_DIAG if channel in metric.channels}
+    # These short answers repeat nothing, and are in no groups.
+    wanted -= {"loss/B_rollout_text/duplicate_ul"}
+    wanted -= {"loss/B_answer/policy_gradient", "loss/B_answer/kl"}
+    assert {key for key in line if key.startswith(("loss/", "coord_diag/"))} == wanted
+    losses = [line[key] for key in wanted if key.startswith("loss/")]
+    assert sum(losses) == pytest.approx(line["loss"], rel=1e-4)
+    rates = [line[f"coord_diag/{p}/acc_top5"] for p in ("A1", "A2", "B") if p[0] == channel]
+    assert all(0 <= rate <= 1 for rate in rates)
+
+
+@pytest.mark.req("MET-02")
+def test_tail_control_audit_metrics_are_emitted(lines: list[Line]) -> None:
+    line = step_of(lines, "B")
+    assert 0 < line["rollout/gen_new_tokens_p99"] <= 8
+    assert 0 <= line["rollout/parse_truncated_rate"] <= 1
+    assert line["rollout/parse_dropped_invalid"] >= 0
+    assert line["rollout/repeat_terminate_active"] in (0, 1)
+    assert line["rollout/repeat_terminate_triggered_sequences"] >= 0
+    assert (line["rollout/decode_greedy"], line["rollout/decode_sampling"]) == (1, 0)
+
+
+@pytest.mark.req("MET-01")
+def test_an_evaluation_logs_its_own_keys_alone(lines: list[Line]) -> None:
+    (line,) = (line for line in lines if "eval/f1" in line)
+    scores = {metric.key for metric in METRICS if metric.key.startswith("eval/")}
+    of_others = {key for key in scores if "segm" in key} | {"eval/ap_medium", "eval/ap_large"}
+    assert line.keys() == scores - of_others | {"step", "epoch"}, "small boxes in 64 x 64 pixels"
