@@ -18,7 +18,6 @@ from tests.contract.served_app import app_of, served_app
 from tests.contract.test_limits import REQUEST
 from tests.unit.fleets import wait_until
 
-ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 CALLS = 2
 

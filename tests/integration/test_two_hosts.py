@@ -184,7 +184,6 @@ def ended(process: "subprocess.Popen[Any]") -> Iterator[None]:
 
 pytestmark = [pytest.mark.nightly]
 
-ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS_PORT = 29_500
 STEPS = 4
 

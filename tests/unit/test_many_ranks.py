@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 from torch.distributed import HashStore
@@ -23,30 +23,25 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.group import Sender
-from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
 from shared_contracts.infer import (
-    ChoiceLogprobs,
     InferCall,
     RequestConfig,
-    RolloutEnvelope,
 )
 from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
 from tests.unit.fleets import Fleet, S, differences, scripted_rollouts, wait_until
-from tests.unit.push_worker import Weights, Worker
+from tests.unit.push_worker import Weights
 from tests.unit.ranks_in_threads import gloo_groups, in_ranks, keep
 from tests.unit.scripted_server import (
-    INFER,
     Fault,
     Reply,
     ScriptedPusher,
     ScriptedRollouts,
     bodies,
-    envelope,
     problem,
     report,
     scripted_server,
@@ -55,7 +50,6 @@ from tests.unit.scripted_server import (
 T = TypeVar("T")
 
 _LIMIT_S = 60.0
-UPDATE = "POST /update_weights/"
 
 
 class CountedPeers(GroupPeers):
@@ -256,57 +250,7 @@ def test_next_push_begins_when_all_processes_have_their_answers() -> None:
     assert run.pushed() == [[1, 2]]
 
 
-@pytest.mark.req("SYNC-06", "SYNC-08")
-def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
-    compared: list[tuple[str, int]] = []
-
-    class Proof(ProofOfEffect):
-        def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
-            compared.append((url, len(envelopes)))
-            return 0.0
-
-    with ranks(1, count=3, proof=Proof(cast(Any, None), "full")) as run:
-        server = run.rollouts[0].server
-        answers = [envelope([number], [1]) for number in range(2)]
-        for answer in answers:
-            answer.response.choices[0].logprobs = ChoiceLogprobs.of([-0.1])
-        server.routes[INFER] = lambda _: answers
-        run.results(begin)
-        assert len(bodies(server)) == 1
-        assert compared == [(server.base_url, 2)] * 3
-
-
 # --- Pushes by all processes ------------------------------------------------------------
-
-
-@pytest.mark.req("ROLL-03", "SYNC-03", "FULL-07")
-def test_every_process_sends_to_its_own_worker() -> None:
-    """The server compares the weights of both. A push that broke is repeated in new groups."""
-    with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
-        worker, model = Worker(server), Weights()
-        server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
-        mode, (port,) = SyncMode(MergedWeights(model), None, False), free_ports(1)
-
-        def engines_end(body: object) -> Reply:
-            worker.leave()
-            return problem("weight-transfer-failed", "an engine is gone", "transfer")
-
-        def work(peers: Peers) -> list[int]:
-            pusher = WeightPusher(client, port, mode, "gloo", 256, peers)
-            push = pusher.push_together
-            versions = [push(v, "bfloat16").status.weights_version for v in (1, 2)]
-            server.routes[UPDATE] = engines_end
-            with pytest.raises(RunError, match="weight sync failed"):
-                push(3, "bfloat16")
-            server.routes[UPDATE] = worker.update
-            peers.all_gather(pusher.abandon)
-            versions.append(push(3, "bfloat16").status.weights_version)
-            pusher.close()
-            return versions
-
-        assert [rank.result() for rank in in_ranks(2, work)] == [[1, 2, 3]] * 2
-    assert worker.groups_formed == 2
-    assert worker.received.keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.req("ROLL-03", "FULL-07")

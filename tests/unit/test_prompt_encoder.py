@@ -104,19 +104,3 @@ def test_an_error_is_raised_to_each_caller_until_the_image_is_mended(
             assert caught.value.where == "broken"
         shutil.copy(samples[0].images[0], bad.images[0])
         assert encoder(bad).num_bytes == encoder(samples[0]).num_bytes
-
-
-def threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name.startswith("encoder")}
-
-
-def test_the_threads_end_with_their_encoder(
-    processor: ProcessorMixin, samples: list[Sample]
-) -> None:
-    others = threads()  # of encoders that other tests keep
-    encoder = PromptEncoder(processor, PROMPT, None)
-    with encoder.ahead(samples):
-        own = threads() - others
-        assert own
-    del encoder
-    wait_until(lambda: not own & threads())

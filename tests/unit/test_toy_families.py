@@ -151,6 +151,7 @@ def test_a_pack_is_as_much_as_its_operations(
 
 @pytest.mark.req("RUN-01")
 @pytest.mark.slow
+@pytest.mark.nightly  # the layout of each family's checkpoint is tested below
 def test_a_run_goes_on_from_its_checkpoint(
     checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:

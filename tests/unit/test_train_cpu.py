@@ -126,16 +126,6 @@ def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(
         assert any(word in name for name in parts["aligner"])
 
 
-@pytest.mark.req("STEP-02")
-def test_leftover_samples_of_an_epoch_make_no_smaller_step(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    training = {"effective_batch_size": 10, "max_steps": None, "num_train_epochs": 1.0}
-    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training)
-    steps = metric_lines(run_quietly(config), "loss")
-    assert [line["packing/post_rollout_segments"] for line in steps] == [10, 10]
-
-
 @pytest.fixture
 def umask() -> Iterator[int]:
     """One that is neither a usual default nor all of group and others."""

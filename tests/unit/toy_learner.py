@@ -46,7 +46,6 @@ def bins(text_gate: float) -> CoordRegModule:
     return coord_reg(COORD_REG.model_copy(update=wide))
 
 
-TEXT = (text(self_context=0.0),)
 COORDINATES = (BOXES, bins(text_gate=0.0))
 EVERY_TERM = (text(self_context=0.3), BOXES, bins(text_gate=0.5))
 

@@ -27,7 +27,6 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted, policy_over
 
-ROOT = Path(__file__).parents[3]
 N_SAMPLES = 4
 
 
