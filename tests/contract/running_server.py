@@ -96,7 +96,7 @@ class RunningServer:
 
     def processes(self) -> dict[str, int]:
         """Pid of the server and of each engine process below it, by role."""
-        engines = [pid for pid in children(self.process.pid) if _is_engine(pid)]
+        engines = [pid for pid in children(self.process.pid) if is_engine(pid)]
         named = {f"engine {i}": pid for i, pid in enumerate(sorted(engines))}
         return {"server": self.process.pid} | named
 
@@ -199,5 +199,5 @@ def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
-def _is_engine(pid: int) -> bool:
+def is_engine(pid: int) -> bool:
     return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -20,8 +20,9 @@ from learner.config import dump_mapping, parse_config
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import ToyFamily, make_model
 from learner.runs.rollout_log import StepAnswer
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import children, wait_until_gone
+from tests.contract.test_repeat_terminate import trigger
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.unit.small_run import small_mapping
 
@@ -124,12 +125,6 @@ def run(toys: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def triggers_at(ids: list[int]) -> int | None:
-    """Number of `ids` after which the guard triggers. None of its rules counts objects."""
-    guard = RepeatGuard(GUARD, [])
-    return next((taken for taken, each in enumerate(ids, 1) if guard.push(each)), None)
-
-
 @pytest.mark.req("ROLL-01", "ROLL-03", "CHB-01")
 def test_vllm_backend_produces_token_ids_suitable_for_strict_alignment(run: Run) -> None:
     assert len(run.answers) == STEPS * SAMPLES
@@ -155,7 +150,7 @@ def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> N
     ended = [answer for answer in run.answers if answer.repeat_terminated]
     assert ended
     for answer in run.answers:
-        triggers = triggers_at(answer.response_token_ids)
+        triggers = trigger(GUARD, [], answer.response_token_ids)  # no rule counts objects
         assert triggers == (len(answer.response_token_ids) if answer.repeat_terminated else None)
     assert all(answer.supervised for answer in run.answers)
     assert [step["packing/post_rollout_segments"] for step in run.steps] == [SAMPLES] * STEPS

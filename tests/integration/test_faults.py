@@ -24,7 +24,7 @@ from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import DtypeName, GroupCall, SyncReport
-from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
+from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children, is_engine
 
 REQUESTS = 8
 MAX_TOKENS = 64
@@ -100,12 +100,8 @@ class Play:
         os.kill(self.server.pid, signal.SIGKILL)
 
     def kill_engine(self) -> None:
-        (engine,) = (pid for pid in children(self.server.pid) if _is_engine(pid))
+        (engine,) = (pid for pid in children(self.server.pid) if is_engine(pid))
         os.kill(engine, signal.SIGKILL)
-
-
-def _is_engine(pid: int) -> bool:
-    return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.fixture(scope="module")

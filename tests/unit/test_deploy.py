@@ -361,29 +361,3 @@ def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeu
     assert ("servers ended before the learner" in err) == (event is None)
     assert ("server stopped" in job.log) == (event is not None)
     assert (job.log[-1] == "scontrol requeue 7") == (event == signal.SIGUSR1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "code", "message", "log"),
-    [
-        ({"SERVER_NODES": "3"}, 2, "SERVER_NODES is 3 of 3 nodes", set()),
-        ({"CHECKPOINT": ""}, 1, "CHECKPOINT", set()),
-        ({"YAML": "gone.yaml"}, 2, "the YAML has faults", set()),
-        ({"SERVER_FAILS": "1"}, 1, "the servers did not start", {"srun", "rollout-server"}),
-        (
-            {"LEARNER_EXIT": "3"},
-            3,
-            "",
-            {"srun", "rollout-server", "torchrun", "umask", "server"},
-        ),
-    ],
-    ids=["nodes", "no checkpoint", "no YAML", "servers fail", "learner fails"],
-)
-def test_a_job_ends_with_the_code_of_what_failed(
-    submit: Submit, environment: dict[str, str], code: int, message: str, log: set[str]
-) -> None:
-    job = submit(**environment)
-    found, err = job.end()
-    assert (found, message in err) == (code, True)
-    assert {line.split()[0] for line in job.log} == log
