@@ -67,23 +67,10 @@ class CountedPeers(GroupPeers):
         wait_until(lambda: self.calls >= count)
 
 
-class LossJournal(Journal):
-    """has_lost: set once a server was lost."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.has_lost = threading.Event()
-
-    def lost(self, server: str, reason: str) -> None:
-        super().lost(server, reason)
-        self.has_lost.set()
-
-
 @dataclass(kw_only=True)
 class Rank(Fleet):
     """One learner process."""
 
-    journal: LossJournal
     peers: CountedPeers
 
     def ask_and_meet(self, count: int) -> None:
@@ -158,7 +145,7 @@ def ranks(
             peers = CountedPeers(number, count, store, groups[number], timing, end=clock.end)
             urls = [one.server.base_url for one in rollouts]
             clients = [RolloutClient(url, _LIMIT_S, live_interval_s=0.05) for url in urls]
-            journal, own = LossJournal(), pushers if number == 0 else []
+            journal, own = Journal(), pushers if number == 0 else []
             backend = ServerPool(
                 clients, own, decode_batch_size, journal, differences, peers, clock=clock, **options
             )
@@ -372,36 +359,6 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
 
 
 # --- Servers that come back -------------------------------------------------------------
-
-
-@pytest.mark.req("SYNC-07", "SYNC-08", "DIST-05")
-@pytest.mark.parametrize("servers", [1, 2])
-def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int) -> None:
-    """It dies with a call of both in flight, and is back once both have lost it."""
-    with ranks(servers) as run:
-        hit, calls = run.rollouts[0], threading.Barrier(2)
-
-        def die(one: ScriptedRollouts, call: InferCall) -> Reply:
-            calls.wait(_LIMIT_S)
-            return one.die(call)
-
-        def work(rank: Rank) -> None:
-            begin(rank)
-            rank.meet()
-            rank.ask_and_meet(6)
-
-        def start_again() -> None:
-            assert all(rank.journal.has_lost.wait(_LIMIT_S) for rank in run.ranks)
-            hit.restart_process()
-            hit.dead = False
-
-        hit.faults.extend([die, die])
-        threading.Thread(target=start_again, daemon=True).start()
-        run.results(work)
-        assert [pusher.pushed for pusher in run.pushers[1:]] == [[1]] * (servers - 1)
-        assert run.answered() == [*range(6), *range(1000, 1006)]
-        if servers == 1:
-            assert run.pushed() == [[1, 1]]
 
 
 def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
