@@ -128,7 +128,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     _others_answer(replicas, before["weights_version"])
     assert replicas.http.get("/info/").json()["server_epoch"] != before["server_epoch"]
 
-    _wait_for_states(replicas, {"serving", "needs-push"})
+    replicas.wait_for_replicas(lambda each: {r["state"] for r in each} == {"serving", "needs-push"})
     health = replicas.http.get("/health/")
     assert (health.status_code, health.json()["where"]) == (503, lost)
     assert "needs-push" in health.json()["detail"]
@@ -177,10 +177,6 @@ def _others_answer(server: RunningServer, version: int | None = None) -> None:
     for envelope in server.infer([text_request()] * 4):
         if version is not None:
             assert envelope["coordexp"]["weights_version"] == [version, version]
-
-
-def _wait_for_states(server: RunningServer, states: set[str]) -> None:
-    server.wait_for_replicas(lambda replicas: {r["state"] for r in replicas} == states)
 
 
 def _push_both(server: RunningServer, checkpoint: Path) -> None:

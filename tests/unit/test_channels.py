@@ -19,11 +19,11 @@ from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import AnswerFault, GroundTruthObject, Role, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
-from tests.unit.answers import encode, entry
+from tests.unit.answers import entry
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
-from tests.unit.small_run import rollout, small_config, written
+from tests.unit.small_run import small_config, written
+from tests.unit.toy_learner import PROMPT, ToyLearner
 
-PROMPT = "Detect every object in the image."
 CAT = GroundTruthObject("red ellipse", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("blue triangle", Shape("bbox_2d", (500, 510, 700, 710)))
 GHOST = GroundTruthObject("green rectangle", Shape("bbox_2d", (800, 0, 999, 90)))
@@ -37,35 +37,24 @@ def loaded(
 
 
 @pytest.fixture(scope="module")
-def encoder(loaded: LoadedModel) -> PromptEncoder:
-    return PromptEncoder(loaded.processor, PROMPT, None)
-
-
-@pytest.fixture(scope="module")
 def scene(toy_data: ToyData) -> Sample:
     """A scene whose annotation is CAT and DOG, whatever its image shows."""
     sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
     return replace(sample, objects=(CAT, DOG))
 
 
-class Answering:
+class Answering(ToyLearner):
     """Channel B over one scene. Answers are texts."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        encoder: PromptEncoder,
-        scene: Sample,
-        mapping: dict[str, Any] = WARMUP,
+        self, loaded: LoadedModel, scene: Sample, mapping: dict[str, Any] = WARMUP
     ) -> None:
-        self.tokenizer = loaded.tokenizer
+        super().__init__(loaded)
         self.scene = scene
-        self.encoder = encoder
-        encoding = Encoding(loaded.inner, encoder, loaded.tokenizer, "desc_first")
-        self.channel = ChannelB(encoding, parse_config(mapping))
+        self.channel = ChannelB(self.encoding, parse_config(mapping))
 
     def rollout(self, text: str) -> RolloutOutput:
-        return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
+        return self.answer(self.scene, text)
 
     def segments(self, *texts: str) -> tuple[list[Segment], dict[str, float]]:
         """The segments, and the metrics of the answers."""
@@ -79,8 +68,8 @@ class Answering:
 
 
 @pytest.fixture
-def answering(loaded: LoadedModel, encoder: PromptEncoder, scene: Sample) -> Answering:
-    return Answering(loaded, encoder, scene)
+def answering(loaded: LoadedModel, scene: Sample) -> Answering:
+    return Answering(loaded, scene)
 
 
 def supervised(segment: Segment) -> list[tuple[tuple[float, ...], bool]]:
@@ -101,9 +90,9 @@ def drop_reasons(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.req("CLEAN-01", "CLEAN-02")
 def test_a_duplicate_is_removed_and_its_departure_is_of_the_pack(
-    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+    loaded: LoadedModel, scene: Sample
 ) -> None:
-    answering = Answering(loaded, encoder, scene, changed("stage2_ab.channel_b.prefix", "clean"))
+    answering = Answering(loaded, scene, changed("stage2_ab.channel_b.prefix", "clean"))
     (first, second), stats = answering.segments(written(CAT, CAT, DOG), written(CAT, DOG))
     assert answering.target_text(first) == written(CAT, DOG) + "<|im_end|>"
     assert stats["dup/removed"] == stats["dup/answers"] == stats["dup/departures"] == 1
@@ -165,14 +154,14 @@ def test_an_answer_that_is_cut_before_its_first_brace_is_truncated(
 
 @pytest.mark.req("PARSE-04", "RES-02")
 def test_a_polygon_counts_where_polygons_are_allowed(
-    answering: Answering, loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+    answering: Answering, loaded: LoadedModel, scene: Sample
 ) -> None:
     roof = '"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
     roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}'
     _, stats = answering.segments(f"{{{roof}}}")
     assert drop_reasons(stats) == {"poly_unsupported": 1}
     assert stats[f"{B}/N_valid_pred"] == 0
-    _, stats = Answering(loaded, encoder, scene, ALIGNED).segments(f"{{{roof}}}")
+    _, stats = Answering(loaded, scene, ALIGNED).segments(f"{{{roof}}}")
     assert not drop_reasons(stats)
     assert stats[f"{B}/N_valid_pred"] == 1
 
@@ -210,10 +199,10 @@ def test_other_prompt_ids_of_the_server_stop_the_step(
 @pytest.mark.req("LOSS-02", "MET-02", "MET-03")
 @pytest.mark.scenario("Closure marker resolution failure is dropped and counted")
 def test_a_sample_without_a_closure_is_left_out_noted_and_counted(
-    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+    loaded: LoadedModel, scene: Sample
 ) -> None:
     odd = GroundTruthObject("ends <|im_end|> here", CAT.shape)
-    answering = Answering(loaded, encoder, replace(scene, objects=(odd, DOG)))
+    answering = Answering(loaded, replace(scene, objects=(odd, DOG)))
     segments, assessed = answering.channel.segments([answering.scene], [answering.rollout("{}")])
     assert segments == []
     (left_out,) = assessed
@@ -269,9 +258,10 @@ def test_a_step_without_rollouts_has_finite_metrics() -> None:
 
 
 def test_channel_a_teaches_the_annotation_and_names_a_sample_it_cannot_teach(
-    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+    loaded: LoadedModel, scene: Sample
 ) -> None:
-    channel = ChannelA(Encoding(loaded.inner, encoder, loaded.tokenizer, "geometry_first"))
+    prompt = PromptEncoder(loaded.processor, PROMPT, None)
+    channel = ChannelA(Encoding(loaded.inner, prompt, loaded.tokenizer, "geometry_first"))
     segment, _ = channel.segments([scene, scene])
     expected = build_ground_truth_target((CAT, DOG), loaded.tokenizer, "geometry_first")
     assert segment.target.token_ids == expected.token_ids

@@ -70,12 +70,6 @@ def server() -> Iterator[ScriptedServer]:
         yield running
 
 
-def unused_url() -> str:
-    """A loopback address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
-
-
 BAD_GATEWAY = "<html>\n<title>502 Bad Gateway</title>\n"
 
 
@@ -147,7 +141,7 @@ def test_proxies_of_the_environment_are_ignored(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, unused_url())
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     server.routes["POST /infer/"] = lambda _: [envelope([5], [1])]

@@ -37,10 +37,6 @@ def badness(packs: list[list[int]], capacity: int, min_fill: float) -> tuple[int
     return len(packs), sum(fill < min_fill for fill in fills), -min(fills)
 
 
-def lengths_in(packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    return [[lengths[i] for i in pack] for pack in packs]
-
-
 def subset_totals(lengths: Sequence[int]) -> set[int]:
     totals = {0}
     for length in lengths:
@@ -188,7 +184,7 @@ def test_a_plan_holds_every_segment_once_and_is_no_worse_than_either_baseline(
     lengths, capacity = pool
     packs = plan_packs(lengths, capacity, min_fill)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    found = lengths_in(packs, lengths)
+    found = [[lengths[i] for i in pack] for pack in packs]
     assert all(0 < sum(pack) <= capacity for pack in found)
     assert packs == plan_packs(tuple(lengths), capacity, min_fill)
     peer: Any = to_constant_volume(list(lengths), capacity)

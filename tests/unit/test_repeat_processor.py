@@ -19,7 +19,7 @@ from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.rollout.repeat_processor import HfRepeatProcessor
 from learner.stages.tokens import encode_answer
 from rollout_server.engines import vllm as vllm_room
-from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
+from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_environment
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, RepeatTerminateConfig, entry_token_ids
 from tests.unit.answers import CAT, DOG, encode
@@ -285,23 +285,6 @@ def test_both_processors_count_the_entries_of_the_format(
         )
         forced.append(bool(scores.isneginf().any()))
     assert forced == row.forced == [place > second for place in range(second + 2)]
-
-
-@pytest.mark.req("REP-04", "REP-06")
-def test_a_worker_reports_the_processor_that_vllm_loads_by_name(vllm_config: Any) -> None:
-    from vllm.v1.sample.logits_processor import build_logitsprocs
-
-    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatReport
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepeatProcessor, "built", None)
-        assert RepeatReport().repeat_guard() is None
-        for name, value in repeat_environment(LONG_RUN).items():
-            patch.setenv(name, value)
-        build_logitsprocs(vllm_config, torch.device("cpu"), False, False, [PROCESSOR])
-        report = RepeatReport().repeat_guard()
-    sentinel = make_processor(vllm_config).sentinel
-    assert report == {"config": LONG_RUN.model_dump(), "sentinel": sentinel}
 
 
 @pytest.mark.req("REP-04")

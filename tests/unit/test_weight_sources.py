@@ -35,13 +35,9 @@ from shared_contracts.weights import AdapterMeta, DtypeName
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
-def make_toy(tie: bool = True) -> PreTrainedModel:
-    return build_toy_model(toy_config(make_toy_tokenizer(), tie), seed=0)
-
-
 @pytest.fixture
 def toy() -> PreTrainedModel:
-    return make_toy()
+    return build_toy_model(toy_config(make_toy_tokenizer(), tie=True), seed=0)
 
 
 def adapted(toy: PreTrainedModel, **config: Any) -> PeftModel:
