@@ -29,7 +29,7 @@ from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
 from tests.unit.stock_checkpoints import make_stock
-from tests.unit.test_estimate import COST, SERVED
+from tests.unit.test_estimate import COST, SERVED, estimate_of
 
 pytestmark = pytest.mark.req("INIT-01")
 
@@ -218,7 +218,7 @@ class Counted:
             moments=int(states / 2),
             working=int(self.pack * GIB * config.global_max_length / 12_000),
         )
-        return Estimate(config, gpu, processes, 8, {"A": cost}, GIB, SERVED)
+        return estimate_of(config, cost, SERVED, gpu, processes)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,7 @@ from typing import Any
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.models.gpus import Gpu
-from learner.operate.estimate.step import (
-    USABLE,
-    StepCost,
-    gib,
-    meta_model,
-    ring_bytes,
-    step_costs,
-)
+from learner.operate.estimate.step import USABLE, StepCost, gib, meta_model, step_costs
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
 from learner.training.checkpoint_checks import check_model, longest_prompt
 from learner.training.input_checks import check_processes, check_step_budget, generates
@@ -41,26 +34,23 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Serving:
-    """Bytes on a GPU of a server. parameters: number in the model.
+    """What a server's GPU holds beside the weights.
 
-    sequence: KV cache of the longest sequence, which has `length` tokens. at_once: sequences for
-    each GPU (`decode_batch_size`). largest: the largest tensor of a push. context: `max_model_len`.
+    sequence: bytes of the KV cache of the longest sequence, which has `length` tokens.
+    context: `max_model_len`.
     """
 
-    parameters: int
-    weights: float
     sequence: int
     length: int
-    at_once: int
-    largest: int
     context: int
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """processes: learner GPUs. costs: of one learner GPU, by channel. samples: per GPU and step.
+    """processes: learner GPUs. samples: per learner GPU and step. costs: of a learner GPU.
 
-    pushed: bytes of a push. served: memory of each server GPU; None without servers.
+    parameters: number in the model. pushed: their bytes, in a push and on a server's GPU.
+    largest_tensor: bytes of the largest one. served: None without servers.
     """
 
     config: Config
@@ -68,16 +58,10 @@ class Estimate:
     processes: int
     samples: int
     costs: dict[Channel, StepCost]
+    parameters: int
     pushed: int
+    largest_tensor: int
     served: Serving | None
-
-    @property
-    def server_share(self) -> float:
-        """Share of a GPU's memory that an engine takes."""
-        vllm = self.config.rollout_matching.vllm
-        if self.colocated:
-            return vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-        return engine_share(self.gpu.memory, 0.0 if self.served is None else self.served.largest)
 
     @property
     def colocated(self) -> bool:
@@ -87,6 +71,19 @@ class Estimate:
     @property
     def sharded(self) -> bool:
         return self.config.training.data_parallel == "fsdp2"
+
+    @property
+    def server_share(self) -> float:
+        """Share of a GPU's memory that an engine takes."""
+        if self.colocated:
+            stated = self.config.rollout_matching.vllm.gpu_memory_utilization
+            return stated or GPU_MEMORY_UTILIZATION
+        return engine_share(self.gpu.memory, self.largest_tensor)
+
+    @property
+    def largest(self) -> StepCost:
+        """The cost of the channel that needs more memory."""
+        return max(self.costs.values(), key=lambda cost: cost.total)
 
     @property
     def room(self) -> float:
@@ -107,15 +104,11 @@ class Estimate:
         return self.gpu.memory * (USABLE - self.server_share)
 
     @property
-    def largest(self) -> StepCost:
-        return max(self.costs.values(), key=lambda cost: cost.total)
-
-    @property
     def sequences(self) -> int | None:
         """Number of longest sequences that fit on a server's GPU; None without servers."""
         if self.served is None:
             return None
-        room = self.gpu.memory * self.server_share - ENGINE_BYTES - self.served.weights
+        room = self.gpu.memory * self.server_share - ENGINE_BYTES - self.pushed
         return max(0, int(room / self.served.sequence))
 
     def step_s(self, cost: StepCost) -> float:
@@ -137,51 +130,51 @@ class Estimate:
     def messages_s(self, cost: StepCost) -> float:
         """Return the lower bound of a step's communication between learner GPUs of one node, in s.
 
-        FSDP2 gathers parameters and reduces gradients for every pack; DDP reduces gradients once.
+        For every pack, FSDP2 gathers weights in 16 bits before forward and backward, and reduces
+        gradients in 32; DDP reduces and gathers gradients once. In a ring of n GPUs each sends
+        (n - 1) / n of the whole (NVIDIA's nccl-tests, doc/PERFORMANCE.md).
         """
-        reduced = 0.0 if self.sharded else ring_bytes(cost.moments, self.processes)
-        return (cost.packs * cost.sent + reduced) / self.gpu.link
+        whole = 8 * cost.packs * self.parameters if self.sharded else cost.moments
+        return whole * (1 - 1 / self.processes) / self.gpu.link
 
     def mfu(self, cost: StepCost) -> float:
         """Return the upper bound of a step's model FLOPs utilization, counted as `perf/mfu`."""
         return cost.packs * cost.useful / (self.step_s(cost) * self.gpu.flops)
 
     @property
-    def gather_s(self) -> float:
-        """Lower bound of gathering shards and copying them to the host before a push, in s."""
-        ring = ring_bytes(self.pushed, self.processes) / self.gpu.link
-        return ring + self.pushed / self.gpu.host if self.sharded else 0.0
-
-    @property
     def push_s(self) -> float:
-        link = min(self.gpu.link, self.gpu.host) if self.sharded else self.gpu.link
-        return self.gather_s + self.pushed / link
+        """Lower bound of a push in seconds; shards are gathered and copied to the host before."""
+        if not self.sharded:
+            return self.pushed / self.gpu.link
+        gather = (1 - 1 / self.processes) / self.gpu.link + 1 / self.gpu.host
+        return self.pushed * (gather + 1 / min(self.gpu.link, self.gpu.host))
 
-    def served_steps(self) -> Iterator[dict[str, float]]:
-        """Yield lower bounds of channel B's steps in seconds, for numbers of server GPUs.
+    def served_steps(self) -> dict[int, dict[str, float]]:
+        """Return lower bounds of channel B's steps in seconds, by the number of server GPUs.
 
         Separate servers answer while the learner trains (STEP-03); a colocated server and the
         learner alternate. A decoded token reads all weights and the cache of each sequence.
         Answers have `max_new_tokens`; a prompt token is 2 FLOPs for each weight.
         """
-        served, new = self.served, self.config.rollout_matching.max_new_tokens
+        served, rollout = self.served, self.config.rollout_matching
         if served is None or "B" not in self.costs:
-            return
+            return {}
         requests = self.samples * self.processes * self.config.answers_per_sample
+        prompt = 2 * self.parameters * (served.length - rollout.max_new_tokens)
+        learning, steps = self.step_s(self.costs["B"]), dict[int, dict[str, float]]()
         for servers in (1,) if self.colocated else SERVERS:
             each = math.ceil(requests / servers)
-            rounds = math.ceil(each / max(1, min(served.at_once, self.sequences or 1)))
-            read = served.weights + math.ceil(each / rounds) * served.sequence
-            prompts = each * (served.length - new) * 2 * served.parameters / self.gpu.flops
-            answers = rounds * new * read / self.gpu.bandwidth + prompts
-            learning = self.step_s(self.costs["B"])
+            rounds = math.ceil(each / max(1, min(rollout.decode_batch_size, self.sequences or 1)))
+            read = self.pushed + math.ceil(each / rounds) * served.sequence
+            answers = rounds * rollout.max_new_tokens * read / self.gpu.bandwidth
+            answers += each * prompt / self.gpu.flops
             sides = answers + learning if self.colocated else max(answers, learning)
-            yield {
-                "servers": servers,
+            steps[servers] = {
                 "answers_seconds": answers,
                 "learning_seconds": learning,
                 "step_seconds": self.push_s + sides,
             }
+        return steps
 
     def refusals(self) -> Iterator[ContractError]:
         """Yield an error, with the numbers, for each thing that does not fit."""
@@ -199,7 +192,7 @@ class Estimate:
             yield ContractError("rollout_matching.offload", found, do)
         if served is not None and self.sequences == 0:
             found = (
-                f"a server needs {gib(served.weights)} of weights and {gib(served.sequence)} of KV "
+                f"a server needs {gib(self.pushed)} of weights and {gib(served.sequence)} of KV "
                 f"cache for a sequence of {served.length} tokens; it takes "
                 f"{gib(gpu.memory * self.server_share)} of the {gpu.name}"
             )
@@ -222,36 +215,29 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
         for name, weight in loaded.model.named_parameters()
         if "lora_" not in name and "trainable_tokens" not in name
     ]
-    size = 4 if config.model.torch_dtype == "float32" else 2
+    parameters, size = sum(elements), 4 if config.model.torch_dtype == "float32" else 2
     if generates(config) and rollout.backend != "hf":
         prompt, new = longest_prompt(config, samples), rollout.max_new_tokens
         context = rollout.vllm.max_model_len or run_context(config.model.model, prompt, new)
         length, text = min(prompt + new, context), loaded.inner.config.get_text_config()
-        served = Serving(
-            parameters=sum(elements),
-            weights=sum(elements) * size,
-            sequence=length * cache_elements(text.to_dict()) * size,
-            length=length,
-            at_once=rollout.decode_batch_size,
-            largest=max(elements) * size,
-            context=context,
-        )
+        served = Serving(length * cache_elements(text.to_dict()) * size, length, context)
     costs = step_costs(config, loaded, own, processes)
-    return Estimate(config, gpu, processes, len(own), costs, sum(elements) * size, served)
+    pushed, largest = parameters * size, max(elements) * size
+    return Estimate(config, gpu, processes, len(own), costs, parameters, pushed, largest, served)
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
     """Return the document of `learner estimate --json`: bytes, seconds and counts."""
-    served = found.served
+    served, beside = found.served, None
+    if found.colocated:
+        beside = {"kept_bytes": found.kept, "usable_bytes": int(found.left)}
     return {
         "gpu": found.gpu.name,
         "gpu_bytes": found.gpu.memory,
         "usable_bytes": int(found.room),
         "learner_gpus": found.processes,
         "fits": not list(found.refusals()),
-        "beside_server": {"kept_bytes": found.kept, "usable_bytes": int(found.left)}
-        if found.colocated
-        else None,
+        "beside_server": beside,
         "channels": {
             channel: {
                 "pack_tokens": cost.tokens,
@@ -267,13 +253,12 @@ def as_json(found: Estimate) -> dict[str, Any]:
         },
         "push_bytes": found.pushed,
         "push_seconds_at_best": found.push_s,
-        "push_gather_seconds_at_best": found.gather_s,
         "served_steps_seconds_at_best": {
-            str(step["servers"]): step["step_seconds"] for step in found.served_steps()
+            str(servers): step["step_seconds"] for servers, step in found.served_steps().items()
         },
         "server": served
         and {
-            "weights_bytes": served.weights,
+            "weights_bytes": found.pushed,
             "sequence_bytes": served.sequence,
             "sequence_tokens": served.length,
             "token_bytes": served.sequence // served.length,
@@ -288,16 +273,20 @@ def tables(found: Estimate) -> Iterator[Table]:
     """Yield the numbers of the JSON as tables, and the published measurements."""
     document = as_json(found)
     plain = {key: value for key, value in document.items() if isinstance(value, int | float)}
-    yield _table(f"{found.gpu.name}: learner GPUs and pushes", {"": plain})
     channels = {f"channel {name}": each for name, each in document["channels"].items()}
-    title = f"Each of {found.processes} learner GPU(s), in a step of {found.samples} samples"
-    yield _table(title, channels)
-    if found.colocated:
-        yield _table("While the server works, the learner keeps", {"": document["beside_server"]})
-    if found.served is not None:
-        yield _table("Each GPU of a server", {"": document["server"]})
-    if steps := {f"{step.pop('servers')} GPU(s)": step for step in found.served_steps()}:
-        yield _table("Steps of channel B, by GPUs of servers", steps)
+    steps = {f"{servers} GPU(s)": step for servers, step in found.served_steps().items()}
+    for title, columns in (
+        (f"{found.gpu.name}: learner GPUs and pushes", {"": plain}),
+        (
+            f"Each of {found.processes} learner GPU(s), in a step of {found.samples} samples",
+            channels,
+        ),
+        ("While the server works, the learner keeps", {"": document["beside_server"]}),
+        ("Each GPU of a server", {"": document["server"]}),
+        ("Steps of channel B, by GPUs of servers", steps),
+    ):
+        if any(columns.values()):
+            yield _table(title, columns)
     reached = " to ".join(f"{share:.0%}" for share in reversed(REACHED))
     title = f"Real steps reach {reached} of a bound. What others have measured"
     yield Table(title, ("run", "measured", "our bound"), PUBLISHED)

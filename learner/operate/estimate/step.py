@@ -9,9 +9,9 @@ both. FLOPs come from `learner.models.flops`, as in `perf/mfu`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from learner.config.schema import Config, LoraTuner
@@ -22,7 +22,7 @@ from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import token_table
-from learner.training.recipes import recipe_of
+from learner.training.recipes import Recipe, recipe_of
 from learner.types import Channel, Sample
 from shared_contracts.footprint import GIB
 
@@ -48,8 +48,8 @@ class Factors(NamedTuple):
 _ALL = Factors((27, 8, 10), (29, 12, 10), (125, 14, 90))
 _LORA = Factors((18, 8, 10), (29, 14, 10), (168, 38, 80))
 _VISION = Factors((10, 4, 6), (10, 4, 6), (58, 4, 30))
-# Factors on bfloat16: of float32; of `moved` in float32; of `moved` with FSDP2 (casts no weights).
-_WIDE, _WIDE_MOVED, _SHARDED_MOVED = 1.6, 1.3, 0.82
+# Factors: of float32 on bfloat16; of `moved` with FSDP2, which casts no weights.
+_WIDE, _SHARDED_MOVED = 1.6, 0.82
 # Kept bytes: for a patch element in each merger, a token element in the final norm, a logit.
 _MERGER, _NORM, _LOGIT = 6.7, 12, 4
 # Kept bytes for a value element of linear attention in transformers' own code; kernels keep less.
@@ -66,7 +66,7 @@ class StepCost:
     start: copy of the starting model (GROUP-04). working: peak beside weights, start, gradients
     and moments.
     flops: of a pack, recomputation included. useful: without recomputation, as in `perf/mfu`.
-    moved: memory traffic of a pack's memory-bound operations. sent: of a pack, to other processes.
+    moved: memory traffic of a pack's memory-bound operations.
     """
 
     tokens: int
@@ -79,7 +79,6 @@ class StepCost:
     flops: float
     useful: float
     moved: float
-    sent: float
 
     @property
     def total(self) -> int:
@@ -106,19 +105,11 @@ class StepCost:
 
 
 def _dot(widths: Widths, factors: Widths) -> float:
-    return float(np.dot(widths, factors))
+    return float(sum(map(mul, widths, factors)))
 
 
 def gib(count: float) -> str:
     return f"{count / GIB:.3g} GiB"
-
-
-def ring_bytes(whole: float, processes: int) -> float:
-    """Return the bytes that each process sends in an all-gather or reduce-scatter of `whole` bytes.
-
-    An all-reduce is one of each. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
-    """
-    return whole * (processes - 1) / processes
 
 
 def meta_model(config: Config) -> LoadedModel:
@@ -161,13 +152,10 @@ def step_costs(
     for channel in sorted({recipe.channel(step) for step in range(1000)}):
         answers = config.answers_per_sample if channel == "B" else 1
         pack, packs = longest_pack(config, segments * answers)
-        step = _CountedStep(config, loaded, pack)
+        step = _CountedStep(config, loaded, recipe, channel, pack)
         parts = processes if step.sharded else 1
         trained = sum(w.numel() for w in step.parameters.values() if w.requires_grad) // parts
         weights = sum(w.nbytes for w in step.parameters.values()) // parts
-        rows = recipe.objective.select(pack.supervision, channel).head_rows
-        context = recipe.self_context(config) if channel == "A" else SelfContext()
-        reads_start = config.needs_start and channel == "B"
         costs[channel] = StepCost(
             tokens=len(pack),
             packs=packs,
@@ -175,22 +163,32 @@ def step_costs(
             start=weights if config.needs_start and not step.lora else 0,
             gradients=4 * trained * (2 if processes > parts else 1),  # DDP copies them to buckets
             moments=8 * trained,
-            working=int(step.working(rows, context.recorded)),
-            flops=step.flops(rows, context, reads_start),
+            working=int(step.working()),
+            flops=step.flops(),
             useful=recipe.flops(loaded.model, pack, channel),
-            moved=step.moved(rows, context, reads_start),
-            sent=ring_bytes(step.gathered(context), parts),
+            moved=step.moved(),
         )
     return costs
 
 
 class _CountedStep:
-    """The longest pack of a step, and the model."""
+    """The longest pack of a step, and the model.
 
-    def __init__(self, config: Config, loaded: LoadedModel, pack: Pack) -> None:
+    recorded, others: forwards with and without a backward. rows: supervised rows of the head.
+    """
+
+    def __init__(
+        self, config: Config, loaded: LoadedModel, recipe: Recipe, channel: Channel, pack: Pack
+    ) -> None:
         self.loaded, self.pack = loaded, pack
+        context = recipe.self_context(config) if channel == "A" else SelfContext()
+        reads_start = config.needs_start and channel == "B"
+        self.recorded = context.recorded
+        self.others = context.iterations - context.recorded + reads_start
+        self.rows = recipe.objective.select(pack.supervision, channel).head_rows
         model: Any = loaded.inner.config
-        self.text, self.vision = model.get_text_config(), model.vision_config
+        text, vision = model.get_text_config(), model.vision_config
+        self.text, self.vision = text, vision
         self.lora = config.tuner.train_type == "lora"
         self.again = config.model.gradient_checkpointing
         self.wide = config.model.torch_dtype == "float32"
@@ -200,32 +198,27 @@ class _CountedStep:
         self.tied = not any("lm_head." in name for name in self.parameters)
         grids = [] if pack.image_grid_thw is None else pack.image_grid_thw.prod(1).tolist()
         self.patches = float(sum(grids))
-        self.stream: int = len(pack) * self.text.hidden_size
-        self.head = self.text.vocab_size * self.text.hidden_size
-        hidden = self.vision.hidden_size
+        self.stream: int = len(pack) * text.hidden_size
+        self.head = text.vocab_size * text.hidden_size
         self.linear_layers = self.v_width = 0
         if loaded.family.linear_attention is not None:
-            self.linear_layers = self.text.layer_types.count("linear_attention")
-            self.v_width = self.text.linear_num_value_heads * self.text.linear_value_head_dim
-        self.block: Widths = (hidden, self.vision.intermediate_size, 2 * hidden)
-        self.layer = self._layer()
-
-    def _layer(self) -> Widths:
-        """Return the widths of a text layer; experts copy the stream for each token."""
-        text, experts = self.text, getattr(self.text, "num_experts_per_tok", 0)
+            self.linear_layers = text.layer_types.count("linear_attention")
+            self.v_width = text.linear_num_value_heads * text.linear_value_head_dim
+        self.block: Widths = (vision.hidden_size, vision.intermediate_size, 2 * vision.hidden_size)
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = (text.num_attention_heads + text.num_key_value_heads) * head
-        if not experts:
-            return text.hidden_size, text.intermediate_size, heads
-        copies = experts / (10 if self.lora else 2)
-        return text.hidden_size * (1 + copies), experts * text.moe_intermediate_size, heads
+        self.layer: Widths = (text.hidden_size, text.intermediate_size, heads)
+        if experts := getattr(text, "num_experts_per_tok", 0):  # they copy the stream of a token
+            copies = experts / (10 if self.lora else 2)
+            widened = text.hidden_size * (1 + copies)
+            self.layer = (widened, experts * text.moe_intermediate_size, heads)
 
     def count(self, *parts: str) -> int:
         """Return the elements of all parameters whose names contain one of `parts`."""
         named = self.parameters.items()
         return sum(w.numel() for name, w in named if any(part in name for part in parts))
 
-    def working(self, rows: int, recorded: int) -> float:
+    def working(self) -> float:
         """Return the peak bytes: in the backward of the head, of the last layer, or at the end."""
         factors, widen = _ALL if self.wide or not self.lora else _LORA, _WIDE if self.wide else 1.0
         copies = 0 if self.lora or self.wide else 2  # bytes of a trained weight's 16-bit copy
@@ -248,54 +241,38 @@ class _CountedStep:
                 of_patch += 2 * self.pack.pixel_values.shape[1]
             weights = ("merger",) if self.again else ("merger", "visual.blocks")
             left += self.patches * of_patch * widen + copies * self.count(*weights)
-        left = recorded * left + 8 * (recorded - 1) * self.stream
+        left = self.recorded * left + 8 * (self.recorded - 1) * self.stream
         head = waiting = end = 0.0
         if not self.lora:
             sharded = 8 if self.tied else 9
             head = self.head * (sharded if self.sharded else 4 + copies)
             waiting = self.head * (4 if self.tied or self.sharded else 0)
             end = self.head * (12 if self.tied else 4)
-        chunk = _LOGIT * min(rows * self.text.vocab_size, HEAD_ELEMENTS)
+        chunk = _LOGIT * min(self.rows * self.text.vocab_size, HEAD_ELEMENTS)
         return float(max(left + _NORM * self.stream + chunk + head, left + layer + waiting, end))
 
-    def flops(self, rows: int, context: SelfContext, reads_start: bool) -> float:
+    def flops(self) -> float:
         """Return FLOPs: those of `perf/mfu`, recomputation, and the starting model's forward."""
         whole = Arithmetic.of(self.loaded.model, self.loaded.inner.config)
-        forward, both = whole.of_pack(self.pack, rows)
-        text, head, vision, _, square, frames, windows = whole.forward
-        again = head * rows
-        if self.again:
-            seen = (vision, 0.0, frames, windows) if self.sees else (0.0,) * 4
-            layers = replace(whole, forward=(text, head, *seen[:2], square, *seen[2:]))
-            again = layers.of_pack(self.pack, rows)[0]
-            if not self.lora:  # the last product of a layer is not recomputed
-                again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
-                block = self.patches * self.block[0] * self.block[1]
-                again -= 2 * self.vision.depth * block if self.sees else 0
-        middle = context.iterations - context.recorded + reads_start
-        return context.recorded * (both + again) + middle * forward
+        forward, both = whole.of_pack(self.pack, self.rows)
+        seen = self.again and self.sees
+        repeated = (self.again, True, seen, False, self.again, seen, seen)
+        recomputed = replace(whole, forward=tuple(map(mul, whole.forward, repeated)))
+        again, _ = recomputed.of_pack(self.pack, self.rows)
+        if self.again and not self.lora:  # the last product of a layer is not recomputed
+            again -= 2 * self.text.num_hidden_layers * self.stream * self.layer[1]
+            again -= 2 * seen * self.vision.depth * self.patches * self.block[0] * self.block[1]
+        return self.recorded * (both + again) + self.others * forward
 
-    def moved(self, rows: int, context: SelfContext, reads_start: bool) -> float:
+    def moved(self) -> float:
         """Return the memory traffic of memory-bound operations, in bytes."""
         factors = _LORA if self.lora else _ALL
-        middle = context.iterations - context.recorded + reads_start
-        passes = context.recorded * (4 if self.again else 3) + middle
-        text = len(self.pack) * _dot(self.layer, factors.moved)
-        vision = self.patches * _dot(self.block, _VISION.moved)
-        logits = rows * self.text.vocab_size
+        passes = self.recorded * (4 if self.again else 3) + self.others
+        text = self.text.num_hidden_layers * len(self.pack) * _dot(self.layer, factors.moved)
+        vision = self.vision.depth * self.patches * _dot(self.block, _VISION.moved)
+        logits = self.rows * self.text.vocab_size
         of_head = self.head * (_FROZEN_HEAD_MOVED if self.lora else _HEAD_MOVED)
         ends = logits * _LOGIT_MOVED + math.ceil(logits / HEAD_ELEMENTS) * of_head
-        moved = passes * self.text.num_hidden_layers * text
-        moved += (
-            (passes if self.sees else context.iterations + reads_start) * self.vision.depth * vision
-        )
-        moved += min(context.recorded, 2) * ends  # other forwards read few logits
-        moved *= (_WIDE_MOVED if self.wide else 1) * (_SHARDED_MOVED if self.sharded else 1)
-        return float(moved)
-
-    def gathered(self, context: SelfContext) -> float:
-        """Return the bytes that FSDP2 gathers for forwards and layer backwards, and reduces."""
-        groups = [".layers.", ".blocks."] + ([] if self.tied else [".embed_tokens."])
-        whole, recorded = self.count(""), context.recorded
-        gathered = context.iterations * whole + recorded * self.count(*groups)
-        return (4 if self.wide else 2) * gathered + 4 * recorded * whole
+        moved = passes * text + (passes if self.sees else self.recorded + self.others) * vision
+        moved += min(self.recorded, 2) * ends  # other forwards read few logits
+        return float(moved * (_SHARDED_MOVED if self.sharded else 1))
