@@ -12,10 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any, Self
+from contextlib import suppress
 
 from learner.distributed.waiting import waiting_for
 from learner.operate.torchrun import SHUTDOWN_S
@@ -26,7 +25,6 @@ from shared_contracts.errors import ContractError, RunError
 
 Tell = Callable[[str], object]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Longer than the grace time after which torchrun itself kills.
 STOP_GRACE_S = SHUTDOWN_S + 10.0
 # Imports, weights, and on GPUs the capture of graphs.
@@ -45,33 +43,22 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Context manager that records SIGINT, SIGTERM and SIGHUP, in the main thread.
+    """Records SIGINT, SIGTERM and SIGHUP of this process from now on, in the main thread.
 
     A signal stays ignored if the parent ignored it, as nohup does.
     """
 
     def __init__(self) -> None:
         self._received: list[int] = []
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, self._record)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+                signal.signal(number, lambda number, _: self._received.append(number))
 
     def pause(self, seconds: float = _POLL_S) -> None:
         """Sleep; raise StopRequested if a signal has arrived."""
         time.sleep(seconds)
         if self._received:
             raise StopRequested(self._received[0])
-
-    def _record(self, number: int, _: object) -> None:
-        self._received.append(number)
 
 
 def start_learner(
@@ -98,6 +85,8 @@ def launch(
 ) -> int:
     """Run servers and learner; return the learner's exit code, or 128 plus a stop signal.
 
+    A server that ends while the learner runs is restarted.
+
     starts: a function for each server, which starts it. learner: starts the learner. tell: prints
     a line. pauses_s: of `SupervisedServer`.
 
@@ -105,13 +94,26 @@ def launch(
         ContractError: a server ended at its start because of bad input.
         RunError: a server did not become ready, or failed for good.
     """
-    with StopSignals() as signals:
-        try:
-            with running_servers(starts, signals, tell, pauses_s) as servers:
-                tell("Starting the learner")
-                return _run_learner(learner(), servers, signals, tell)
-        except StopRequested as stop:
-            return 128 + stop.number
+    signals, processes = StopSignals(), list[ServerProcess]()
+    running: Sequence[ServerProcess | SupervisedServer] = processes
+    try:
+        for start in starts:
+            processes.append(start())
+        _wait_until_ready(processes, signals, tell)
+        running = servers = [
+            SupervisedServer(start, START_S, pauses_s, first=process, name=_name(process))
+            for start, process in zip(starts, processes, strict=True)
+        ]
+        tell("Starting the learner")
+        return _run_learner(learner(), servers, signals, tell)
+    except StopRequested as stop:
+        return 128 + stop.number
+    finally:
+        with suppress(OSError):  # the terminal may be gone
+            tell("Stopping the servers")
+        with ThreadPoolExecutor(max(len(running), 1)) as pool:
+            for server in running:
+                pool.submit(server.stop)
 
 
 def _run_learner(
@@ -130,7 +132,7 @@ def _run_learner(
         tell(f"The learner ended with code {code}")
         return code
     except (RunError, StopRequested) as reason:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):
             tell(f"Stopping the learner ({str(reason).splitlines()[0]})")
         raise
     finally:
@@ -139,33 +141,6 @@ def _run_learner(
             learner.wait(STOP_GRACE_S)
         learner.kill()  # and the kernel kills its processes
         learner.wait()
-
-
-@contextmanager
-def running_servers(
-    starts: Sequence[Callable[[], ServerProcess]],
-    signals: StopSignals,
-    tell: Tell,
-    pauses_s: Sequence[float],
-) -> Iterator[list[SupervisedServer]]:
-    """Yield the servers once all are ready. Within the block a server that ends is restarted."""
-    processes = list[ServerProcess]()
-    running: Sequence[ServerProcess | SupervisedServer] = processes
-    try:
-        for start in starts:
-            processes.append(start())
-        _wait_until_ready(processes, signals, tell)
-        running = supervised = [
-            SupervisedServer(start, START_S, pauses_s, first=process, name=_name(process))
-            for start, process in zip(starts, processes, strict=True)
-        ]
-        yield supervised
-    finally:
-        with suppress(OSError):
-            tell("Stopping the servers")
-        with ThreadPoolExecutor(max(len(running), 1)) as pool:
-            for server in running:
-                pool.submit(server.stop)
 
 
 def _name(server: ServerProcess) -> str:
@@ -180,29 +155,29 @@ def _wait_until_ready(servers: Sequence[ServerProcess], signals: StopSignals, te
         RunError: a server ended or was not ready in time; the message has its last lines.
         StopRequested: a signal arrived.
     """
-    began, reason = time.monotonic(), ""
+    began, waiting, reason = time.monotonic(), list(servers), ""
     with waiting_for("the rollout servers", lambda: reason):
-        for server in servers:
-            while True:
-                signals.pause()
-                for each in servers:
-                    _require_running(each)
-                passed = time.monotonic() - began
-                try:
-                    with RolloutClient(server.base_url, _CALL_S) as client:
-                        client.check_pushable()
-                    break
-                except SERVER_ERRORS as error:
-                    reason = str(error)
+        while waiting:
+            signals.pause()
+            for server in servers:
+                if (code := server.code()) is not None:
+                    raise _not_ready(server, f"it ended with code {code}", code)
+            passed, server = time.monotonic() - began, waiting[0]
+            try:
+                with RolloutClient(server.base_url, _CALL_S) as client:
+                    client.check_pushable()
+            except SERVER_ERRORS as error:
+                reason = str(error)
                 if passed > START_S:
-                    found = f"was not ready within {START_S:g} s ({reason})"
-                    raise RunError(f"{_name(server)} {found}. {server.log_tail()}")
+                    raise _not_ready(
+                        server, f"not ready within {START_S:g} s ({reason})"
+                    ) from error
+                continue
             tell(f"Ready after {passed:.0f} s: {server.base_url}")
+            waiting.pop(0)
 
 
-def _require_running(server: ServerProcess) -> None:
-    if (code := server.code()) is not None:
-        found = f"it ended with code {code}"
-        if code == BAD_INPUT:
-            raise ContractError(_name(server), found, server.log_tail())
-        raise RunError(f"{_name(server)}: {found}. {server.log_tail()}")
+def _not_ready(server: ServerProcess, found: str, code: int = RUN_FAILED) -> Exception:
+    if code == BAD_INPUT:
+        return ContractError(_name(server), found, server.log_tail())
+    return RunError(f"{_name(server)}: {found}. {server.log_tail()}")

@@ -32,7 +32,7 @@ from learner.runs.atomic_files import publish_text
 from learner.runs.run_folder import LOGS
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.input_checks import RunInputs, check_inputs, generates
-from shared_contracts.errors import CheckErrors, ContractError
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE
@@ -60,23 +60,16 @@ class LaunchOptions:
     train_gpus: str | None = None
     train_processes: int | None = None
 
-
-@dataclass(frozen=True)
-class Split:
-    """servers: GPU ids of each server, in config order. learner: one GPU id for each process.
-
-    The CPU has no ids.
-    """
-
-    servers: tuple[tuple[int, ...], ...]
-    learner: tuple[int, ...]
-    processes: int
+    @property
+    def processes(self) -> int:
+        """Number of learner processes."""
+        return self.train_processes or len((self.train_gpus or "").split(","))
 
 
 def split_devices(
     options: LaunchOptions, servers: int, tensor_parallel_size: int, visible: Sequence[int]
-) -> Split:
-    """Return the GPUs of each server and of the learner; no GPU may occur twice.
+) -> list[tuple[int, ...]]:
+    """Return the GPUs of each server in config order, and those of the learner; none on the CPU.
 
     servers: number of servers in the config. tensor_parallel_size: GPUs of one replica.
     visible: ids of the GPUs that this process may use.
@@ -84,46 +77,42 @@ def split_devices(
     Raises:
         ContractErrors: all faults of the options.
     """
-    faults = CheckErrors()
-
-    def fault(where: str, found: str, do: str) -> None:
-        faults.errors.append(ContractError(where, found, do))
-
+    given = [(SERVER_GPUS, text) for text in options.server_gpus]
     if options.device == "cpu":
-        for option, value in ((SERVER_GPUS, options.server_gpus), (TRAIN_GPUS, options.train_gpus)):
-            if value:
-                fault(option, "given, and --device is cpu", "Give one of the two")
-        faults.raise_all()
-        return Split(((),) * servers, (), options.train_processes or 1)
+        if given or options.train_gpus:
+            found = f"cpu, beside {SERVER_GPUS} or {TRAIN_GPUS}"
+            raise ContractError("--device", found, "Give one of the two")
+        return [()] * (servers + 1)
     if not visible:
         do = f"Use a machine with GPUs, name GPUs in {CUDA_VISIBLE}, or give --device cpu"
         raise ContractError("--device", "gpu, and no GPU is visible here", do)
+    faults, lists = list[tuple[str, str, str]](), list[tuple[int, ...]]()
     if options.train_processes is not None:
         do = "Leave it out: each GPU has one process"
-        fault(PROCESSES, f"{options.train_processes}", do)
-    if len(options.server_gpus) != servers:
-        found = f"given {len(options.server_gpus)} times for {servers} server(s) of {_SERVERS}"
-        fault(SERVER_GPUS, found, "Give it once for each server, in their order, as in 0,1")
-    lists = list[tuple[int, ...]]()
-    of_servers = [(SERVER_GPUS, text) for text in options.server_gpus]
-    for option, text in (*of_servers, (TRAIN_GPUS, options.train_gpus or "")):
+        faults.append((PROCESSES, f"{options.train_processes}", do))
+    if len(given) != servers:
+        found = f"given {len(given)} times for {servers} server(s) of {_SERVERS}"
+        do = "Give it once for each server, in their order, as in 0,1"
+        faults.append((SERVER_GPUS, found, do))
+    for option, text in (*given, (TRAIN_GPUS, options.train_gpus or "")):
         parts = text.split(",")
         ids = tuple(int(part) for part in parts if part.strip().isdecimal())
         lists.append(ids)
         if len(ids) < len(parts):
-            fault(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
+            faults.append((option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2"))
         elif missing := sorted({*ids} - {*visible}):
             found = f"no GPU {_id_list(missing)} here, there are {_id_list(visible)}"
-            fault(option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide")
+            faults.append((option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide"))
         elif option == SERVER_GPUS and len(ids) % tensor_parallel_size:
             found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
             found += f"tensor_parallel_size {tensor_parallel_size}"
-            fault(option, found, f"Give a multiple of {tensor_parallel_size}")
+            faults.append((option, found, f"Give a multiple of {tensor_parallel_size}"))
     if repeated := [gpu for gpu, count in Counter(chain(*lists)).items() if count > 1]:
         found = f"GPU {_id_list(repeated)} is named more than once"
-        fault(f"{SERVER_GPUS}, {TRAIN_GPUS}", found, "Name every GPU once")
-    faults.raise_all()
-    return Split(tuple(lists[:-1]), lists[-1], len(lists[-1]))
+        faults.append((f"{SERVER_GPUS}, {TRAIN_GPUS}", found, "Name every GPU once"))
+    if faults:
+        raise ContractErrors([ContractError(*fault) for fault in faults])
+    return lists
 
 
 def _id_list(ids: Sequence[int]) -> str:
@@ -207,25 +196,25 @@ def plan_launch(
     visible = visible_gpus(environment) if options.device == "gpu" else []
     split = errors.of(lambda: split_devices(options, len(servers_of_config), size, visible))
     addresses = errors.of(lambda: addresses_here(servers_of_config))
-    # Also if the split has faults: no process is counted as missing because of them.
-    processes = split.processes if split else len((options.train_gpus or "").split(","))
+    processes = options.processes
     launched = alone | {"WORLD_SIZE": str(processes)}
     inputs = errors.of(lambda: check_inputs(config, launched))
     if split is not None:  # each process has a request in every decoded batch (DIST-04)
         on_cpu = int(_number(own, "replicas", 1)) * size
-        sizes = [len(gpus) or on_cpu for gpus in split.servers]
+        sizes = [len(gpus) or on_cpu for gpus in split[:-1]]
         decoded = config.rollout_matching.decode_batch_size
-        errors.of(lambda: rank_chunk_size(decoded, sizes, split.processes))
+        errors.of(lambda: rank_chunk_size(decoded, sizes, processes))
     errors.raise_all()
     assert program and split and addresses and inputs  # noqa: PT018  # else there are errors
+    *of_servers, of_learner = split
 
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
     context, run = context_of_run(config, samples), logs / "run.yaml"
     files, servers = {run: dump_resolved(config)}, dict[str, partial[ServerProcess]]()
     all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
-    around = PASSIVE_WAIT | (all_gpus if split.learner else alone)
+    around = PASSIVE_WAIT | (all_gpus if of_learner else alone)
     grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
-    for index, ((url, host, port), gpus) in enumerate(zip(addresses, split.servers, strict=True)):
+    for index, ((url, host, port), gpus) in enumerate(zip(addresses, of_servers, strict=True)):
         settings, log = logs / f"server-{index}.yaml", logs / f"server-{index}.log"
         files[settings] = dump_mapping(
             {
@@ -244,13 +233,13 @@ def plan_launch(
         start = partial(ServerProcess, words, log, port, around, host, url, grace_s)
         servers[f"{url} on {device} (log: {log})"] = start
     # torchrun's default for several processes, without its warning.
-    threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
+    threads = {"OMP_NUM_THREADS": str(1 if processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         inputs,
         servers,
         [program, "train", "--config", str(file.absolute())],
-        split.processes,
-        PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _id_list(split.learner)},
+        processes,
+        PASSIVE_WAIT | threads | alone | {CUDA_VISIBLE: _id_list(of_learner)},
         files,
     )
 

@@ -16,7 +16,6 @@ from learner.data.toy import ToyData
 from learner.operate import launch_plan
 from learner.operate.launch_plan import (
     LaunchOptions,
-    Split,
     addresses_here,
     plan_launch,
     split_devices,
@@ -59,14 +58,14 @@ TWICE = "--server-gpus, --train-gpus"
 @pytest.mark.parametrize(
     ("options", "servers", "size", "split"),
     [
-        (gpus("0,1", train="2,3"), 1, 2, Split(((0, 1),), (2, 3), 2)),
-        (gpus("2", "0,1"), 2, 1, Split(((2,), (0, 1)), (3,), 1)),
-        (LaunchOptions("cpu", train_processes=3), 2, 4, Split(((), ()), (), 3)),
+        (gpus("0,1", train="2,3"), 1, 2, [(0, 1), (2, 3)]),
+        (gpus("2", "0,1"), 2, 1, [(2,), (0, 1), (3,)]),
+        (LaunchOptions("cpu", train_processes=3), 2, 4, [(), (), ()]),
     ],
     ids=["one server", "servers in the order of the config", "cpu"],
 )
 def test_gpus_are_split_between_servers_and_learner(
-    options: LaunchOptions, servers: int, size: int, split: Split
+    options: LaunchOptions, servers: int, size: int, split: list[tuple[int, ...]]
 ) -> None:
     assert split_devices(options, servers, size, range(4)) == split
 
@@ -89,7 +88,7 @@ def test_gpus_are_split_between_servers_and_learner(
                 (TWICE, "GPU 1 is named more than once"),
             ],
         ),
-        (LaunchOptions("cpu", ("0",), "1"), 1, 1, [("--server-gpus", ""), ("--train-gpus", "")]),
+        (LaunchOptions("cpu", ("0",), "1"), 1, 1, [("--device", "cpu, beside")]),
     ],
 )
 def test_all_faults_of_a_split_are_reported_together(

@@ -29,12 +29,12 @@ from learner.operate.launch import StopRequested, StopSignals
 
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `run_program` does
 for number in (signal.SIGINT, signal.SIGTERM):
-    with StopSignals() as signals:
-        try:
-            signal.raise_signal(number)
-            signals.pause(0)
-        except StopRequested as stop:
-            print(stop)
+    signals = StopSignals()
+    try:
+        signal.raise_signal(number)
+        signals.pause(0)
+    except StopRequested as stop:
+        print(stop)
 """
 SERVER = """
 import signal, uvicorn
