@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from learner.runs.atomic_files import publish_directory, publish_text, require_f
 from learner.runs.console import tell
 from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER, weight_files
+from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import text_config
 from shared_contracts.machine import visible_gpus
@@ -78,17 +78,28 @@ class InitOptions:
 
 
 @dataclass(frozen=True)
-class RunShape:
-    """The devices of a run, and the settings that its estimate determines.
+class Plan:
+    """The YAMLs of a new folder. The fields from `target` on are those of a draft, at first.
 
-    servers: GPUs of the rollout server; 0: it shares the learner's device. pack: tokens of a pack.
-    share: server share of a shared GPU. at_once: `decode_batch_size`.
+    folder: its temporary path. measured: the checkpoint to measure with; may have no weights yet.
+    samples: number of training samples. after_warmup: whether a warm-up precedes the run.
+    target, longest: tokens of the longest answer and of the longest sample. answer:
+    `max_new_tokens`. servers: GPUs of the rollout server; 0: it shares the learner's device.
+    pack: tokens of a pack. share: server share of a shared GPU. at_once: `decode_batch_size`.
     """
 
-    lora: bool
-    learner_gpus: int
-    servers: int
-    pack: int
+    options: InitOptions
+    folder: Path
+    measured: Path
+    samples: int
+    after_warmup: bool
+    target: int = 1
+    answer: int = 1
+    longest: int = 1
+    lora: bool = True
+    learner_gpus: int = 1
+    servers: int = 0
+    pack: int = CPU_PACKS[0]
     estimate: str = ""
     share: float | None = None
     at_once: int = ANSWERS_AT_ONCE
@@ -99,17 +110,67 @@ class RunShape:
         server = f"a server on {self.servers}" if self.servers else "a server on the same device"
         return f"{weights}{split}, {server}, packs of {self.pack:,} tokens"
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the YAMLs, in the order of the runs."""
+        return [WARMUP, TWO_CHANNEL] if self.after_warmup else [TWO_CHANNEL]
 
-@dataclass(frozen=True)
-class Lengths:
-    """In tokens. target: longest answer. answer: `max_new_tokens`. longest: longest sample.
+    @property
+    def batch(self) -> int:
+        most = CPU_BATCH if self.options.gpu is None else BATCH
+        return 1 << int(math.log2(min(most, self.samples)))
 
-    The defaults are those of a draft, before samples are measured.
-    """
+    def steps(self, name: str) -> int:
+        smallest = WARMUP_STEPS if name == WARMUP else RUN_STEPS
+        return max(smallest, PASSES * (self.samples // self.batch))
 
-    target: int = 1
-    answer: int = 1
-    longest: int = 1
+    def command(self, name: str) -> str:
+        """Return the command that trains a YAML; GPUs count from 0, the learner's first."""
+        file = shlex.quote(str(self.options.out / f"{name}.yaml"))
+        gpus = [str(gpu) for gpu in range(self.learner_gpus + self.servers)]
+        learner, servers = ",".join(gpus[: self.learner_gpus]), ",".join(gpus[self.learner_gpus :])
+        if name == TWO_CHANNEL and self.servers:
+            return f"learner launch {file} --server-gpus {servers} --train-gpus {learner}"
+        if self.learner_gpus > 1:
+            processes = f"torchrun --nproc-per-node {self.learner_gpus} --no-python"
+            return f"CUDA_VISIBLE_DEVICES={learner} {processes} learner train --config {file}"
+        visible = "CUDA_VISIBLE_DEVICES=0 " if self.servers else ""
+        return f"{visible}learner train {file}"
+
+    def config(self) -> Config:
+        """Return the config of the run, with the model to measure with."""
+        config = self.write(TWO_CHANNEL)
+        model = config.model.model_copy(update={"model": self.measured})
+        return config.model_copy(update={"model": model})
+
+    def write(self, name: str) -> Config:
+        """Write the YAML `name`.yaml, and load it."""
+        options, warmup, path = self.options, name == WARMUP, self.folder / f"{name}.yaml"
+        folder, steps = options.out.absolute(), self.steps(name)
+        model = folder / MODEL if self.measured != options.model else options.model.absolute()
+        if self.after_warmup and not warmup:
+            model = folder / WARMUP / f"checkpoint-{self.steps(WARMUP)}"
+        values = {
+            **vars(self),
+            "warmup": warmup,
+            "command": self.command(name),
+            "model": str(model),
+            "train": str(options.data.absolute()),
+            "val": None if options.val is None else str(options.val.absolute()),
+            "evaluate": options.val is not None and not warmup,
+            "name": f"{options.out.name}_{name}",
+            "output_dir": str(folder / name),
+            "on_cpu": options.gpu is None,
+            "batch": self.batch,
+            "steps": steps,
+            "epochs": steps * self.batch / self.samples,
+            "save_steps": max(1, steps // 10),
+        }
+        loader = PackageLoader("learner.operate", "templates")
+        jinja = Environment(loader=loader, undefined=StrictUndefined, autoescape=False)
+        jinja.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+        publish_text(path, jinja.get_template(TEMPLATE).render(values) + "\n")
+        return load_config(path)
 
 
 def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
@@ -153,11 +214,9 @@ def init(options: InitOptions, console: Console) -> None:
         else:
             model, why = part / MODEL, "they are new"
             describe_expanded(options.model, model)
-        writer = Writer(options, part, model, len(samples), warmup=why is not None)
-        draft = next(shapes(options, 1, writer.batch))
-        samples, lengths = measure(writer.config(draft), samples)
-        writer = replace(writer, lengths=lengths)
-        shape = choose_shape(writer, samples, console)
+        draft = Plan(options, part, model, len(samples), after_warmup=why is not None)
+        samples, plan = measure(draft, samples)
+        plan = choose_shape(plan, samples, console)
         if not has_tokens:
             shutil.rmtree(model)
             expand_vocab(options.model, model, seed=0, tie=None)
@@ -166,8 +225,8 @@ def init(options: InitOptions, console: Console) -> None:
                 f"Coordinate tokens: added to {options.out / MODEL}; their rows start as the mean "
                 "of all rows plus noise of mean zero that is smooth in the coordinate",
             )
-        for name in writer.names:
-            writer.write(name, shape)
+        for name in plan.names:
+            plan.write(name)
         publish_text(part / SCHEMA, schema_text())
     if why is None:
         tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
@@ -175,10 +234,10 @@ def init(options: InitOptions, console: Console) -> None:
         tell(console, f"A warm-up comes first, because of the coordinate tokens: {why}")
     if options.val is None:
         tell(console, "No --val: the run is not evaluated. Keep samples apart to know its scores")
-    for name in writer.names:
+    for name in plan.names:
         tell(console, f"Written: {options.out / f'{name}.yaml'}")
-    first = shlex.quote(str(options.out / f"{writer.names[0]}.yaml"))
-    commands = [command_of(name, options.out, shape) for name in writer.names]
+    first = shlex.quote(str(options.out / f"{plan.names[0]}.yaml"))
+    commands = [plan.command(name) for name in plan.names]
     tell(console, "\n  ".join(["Next:", f"learner doctor {first}", *commands]))
 
 
@@ -187,12 +246,11 @@ def _has_coordinate_tokens(model: Path) -> bool:
 
     Raises ContractError at --model for a folder that is no checkpoint of a known family.
     """
-    config, tokenizer = model / "config.json", model / TOKENIZER
+    checkpoint = Checkpoint(model, "--model")
+    is_model = all((model / name).is_file() for name in ("config.json", TOKENIZER))
     try:
-        checkpoint = Checkpoint(model, "--model")
-        if config.is_file() and tokenizer.is_file() and not (model / ADAPTER).is_file():
+        if is_model and not (model / ADAPTER).is_file():
             _ = checkpoint.family
-            weight_files(model, "--model")
             if checkpoint.coordinate_ids[0] is None:
                 return False
         checkpoint.require_vocabulary()
@@ -248,16 +306,16 @@ def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -
     return reports[0].samples
 
 
-def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
-    """Return the samples, longest first, and their token lengths for the draft's tokenizer.
+def measure(draft: Plan, samples: Sequence[Sample]) -> tuple[list[Sample], Plan]:
+    """Return the samples, longest first, and the plan with their token lengths.
 
     Raises ContractError if the model's context has no room for the longest answer.
     """
-    lengths = lengths_of_run(draft)
+    lengths = lengths_of_run(draft.config())
     prompts = [lengths.prompt(sample) for sample in samples]
     targets = [lengths.target(sample) for sample in samples]
     prompt, target = max(prompts), max(targets)
-    context = text_config(draft.model.model).get("max_position_embeddings", math.inf)
+    context = text_config(draft.measured).get("max_position_embeddings", math.inf)
     answer = min(_round_up(2 * target), context - prompt)
     if answer < target:
         raise ContractError(
@@ -267,150 +325,60 @@ def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Len
             "Make images smaller, or leave samples with most objects out",
         )
     order = sorted(range(len(samples)), key=lambda place: -prompts[place] - targets[place])
-    longest = Lengths(target, answer, _round_up(prompt + answer + target))
-    return [samples[place] for place in order], longest
+    longest = _round_up(prompt + answer + target)
+    plan = replace(draft, target=target, answer=answer, longest=longest)
+    return [samples[place] for place in order], plan
 
 
 def _round_up(tokens: int) -> int:
     return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
 
 
-def shapes(options: InitOptions, longest: int, batch: int) -> Iterator[RunShape]:
+def shapes(plan: Plan) -> Iterator[Plan]:
     """Yield the shapes that the options allow, those nearest to the shipped profile first:
     all weights on one GPU, then on more GPUs, then LoRA; long packs before short ones.
     """
+    options = plan.options
     usual = CPU_PACKS if options.gpu is None else PACKS
-    packs = sorted({max(pack, longest) for pack in usual}, reverse=True)
+    packs = sorted({max(pack, plan.longest) for pack in usual}, reverse=True)
     for lora in (True,) if options.lora else (False, True):
-        learners = [1]
-        while not lora and (more := 2 * learners[-1]) < options.gpus and more <= batch:
-            learners.append(more)
-        for learner in learners:
+        learner = 1
+        while learner == 1 or (not lora and learner < options.gpus and learner <= plan.batch):
             servers = options.gpus - learner if options.gpus > 1 else 0
-            yield from (RunShape(lora, learner, servers, pack) for pack in packs)
+            for pack in packs:
+                yield replace(plan, lora=lora, learner_gpus=learner, servers=servers, pack=pack)
+            learner *= 2
 
 
 def choose_shape(
-    writer: "Writer",
+    plan: Plan,
     samples: Sequence[Sample],
     console: Console,
     count: Callable[[Config, Sequence[Sample], Gpu, int], Estimate] = estimate,
-) -> RunShape:
+) -> Plan:
     """Return the first shape that fits, by the estimate of a step on the longest samples.
 
     samples: longest first. count: the function `estimate`.
 
     Raises ContractError, with the last shape's reason, if no shape fits.
     """
-    gpu, reason = writer.options.gpu, ""
-    for shape in shapes(writer.options, writer.lengths.longest, writer.batch):
-        if gpu is None:
-            note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
-            return replace(shape, estimate=note)
-        found = count(writer.config(shape), samples, gpu, shape.learner_gpus)
-        fitted = _fit(writer, shape, found)
-        if isinstance(fitted, RunShape):
-            tell(console, f"Fits {gpu.name}: {fitted}. {fitted.estimate}")
-            return fitted
-        reason = fitted
+    if (gpu := plan.options.gpu) is None:
+        note = "Memory was not estimated; `learner doctor` estimates it for a CPU."
+        return replace(next(shapes(plan)), estimate=note)
+    reason = ""
+    for shape in shapes(plan):
+        found = count(shape.config(), samples, gpu, shape.learner_gpus)
+        need = f"{gib(found.largest.total)} of {gib(found.room)}"
+        note = f"Estimate for {gpu.name}, on the longest samples: the learner needs {need}."
+        fitted = replace(shape, estimate=note)
+        if not shape.servers:  # shared: the server gets the memory that the learner does not keep
+            share = math.floor(20 * (USABLE - found.kept / gpu.memory)) / 20
+            fitted = replace(fitted, share=min(LARGEST_SHARE, max(share, SMALLEST_SHARE)))
+        found = replace(found, config=fitted.config())
+        if not (faults := list(found.refusals())):
+            tell(console, f"Fits {gpu.name}: {shape}. {note}")
+            return replace(fitted, at_once=min(ANSWERS_AT_ONCE, found.sequences or 1))
+        reason = faults[0].found
         tell(console, f"Does not fit {gpu.name}: {shape}: {reason}")
-    assert gpu is not None, "a CPU fits"
     do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
-    raise ContractError("--gpu", f"nothing fits {writer.options.gpus} x {gpu.name}: {reason}", do)
-
-
-def _fit(writer: "Writer", shape: RunShape, found: Estimate) -> RunShape | str:
-    """Return the shape with the settings of its estimate, or the reason why it does not fit."""
-    need = f"{gib(found.largest.total)} of {gib(found.room)}"
-    note = f"Estimate for {found.gpu.name}, on the longest samples: the learner needs {need}."
-    shape = replace(shape, estimate=note)
-    if not shape.servers:  # shared: the server gets the memory that the learner does not keep
-        share = math.floor(20 * (USABLE - found.kept / found.gpu.memory)) / 20
-        shape = replace(shape, share=min(LARGEST_SHARE, max(share, SMALLEST_SHARE)))
-    fitted = replace(found, config=writer.config(shape))
-    if faults := list(fitted.refusals()):
-        return faults[0].found
-    return replace(shape, at_once=min(ANSWERS_AT_ONCE, fitted.sequences or 1))
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Writer of the YAMLs of a new folder.
-
-    folder: its temporary path. model: the checkpoint to measure with; may have no weights yet.
-    samples: number of training samples. warmup: whether a warm-up precedes the run.
-    """
-
-    options: InitOptions
-    folder: Path
-    model: Path
-    samples: int
-    warmup: bool
-    lengths: Lengths = Lengths()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the YAMLs, in the order of the runs."""
-        return [WARMUP, TWO_CHANNEL] if self.warmup else [TWO_CHANNEL]
-
-    @property
-    def batch(self) -> int:
-        most = CPU_BATCH if self.options.gpu is None else BATCH
-        return 1 << int(math.log2(min(most, self.samples)))
-
-    def config(self, shape: RunShape) -> Config:
-        """Return the config of the run, with the model to measure with."""
-        config = self.write(TWO_CHANNEL, shape)
-        model = config.model.model_copy(update={"model": self.model})
-        return config.model_copy(update={"model": model})
-
-    def write(self, name: str, shape: RunShape) -> Config:
-        """Write the YAML `name`.yaml, and load it."""
-        options, warmup, path = self.options, name == WARMUP, self.folder / f"{name}.yaml"
-        folder, steps = options.out.absolute(), self.steps(name)
-        model = folder / MODEL if self.model != options.model else options.model.absolute()
-        if self.warmup and not warmup:
-            model = folder / WARMUP / f"checkpoint-{self.steps(WARMUP)}"
-        values = {
-            "warmup": warmup,
-            "after_warmup": self.warmup,
-            "command": command_of(name, options.out, shape),
-            "model": str(model),
-            "train": str(options.data.absolute()),
-            "val": None if options.val is None else str(options.val.absolute()),
-            "evaluate": options.val is not None and not warmup,
-            "name": f"{options.out.name}_{name}",
-            "output_dir": str(folder / name),
-            "on_cpu": options.gpu is None,
-            "samples": f"{self.samples:,}",
-            "batch": self.batch,
-            "steps": steps,
-            "epochs": steps * self.batch / self.samples,
-            "save_steps": max(1, steps // 10),
-            **asdict(shape),
-            **asdict(self.lengths),
-        }
-        loader = PackageLoader("learner.operate", "templates")
-        jinja = Environment(loader=loader, undefined=StrictUndefined, autoescape=False)
-        jinja.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
-        publish_text(path, jinja.get_template(TEMPLATE).render(values) + "\n")
-        return load_config(path)
-
-    def steps(self, name: str) -> int:
-        smallest = WARMUP_STEPS if name == WARMUP else RUN_STEPS
-        return max(smallest, PASSES * (self.samples // self.batch))
-
-
-def command_of(name: str, out: Path, shape: RunShape) -> str:
-    """Return the command that trains a YAML; GPUs count from 0, the learner's first."""
-    file = shlex.quote(str(out / f"{name}.yaml"))
-    learner = ",".join(map(str, range(shape.learner_gpus)))
-    servers = range(shape.learner_gpus, shape.learner_gpus + shape.servers)
-    if name == TWO_CHANNEL and shape.servers:
-        gpus = ",".join(map(str, servers))
-        return f"learner launch {file} --server-gpus {gpus} --train-gpus {learner}"
-    if shape.learner_gpus > 1:
-        processes = f"torchrun --nproc-per-node {shape.learner_gpus} --no-python"
-        return f"CUDA_VISIBLE_DEVICES={learner} {processes} learner train --config {file}"
-    visible = "CUDA_VISIBLE_DEVICES=0 " if shape.servers else ""
-    return f"{visible}learner train {file}"
+    raise ContractError("--gpu", f"nothing fits {plan.options.gpus} x {gpu.name}: {reason}", do)

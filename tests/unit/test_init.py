@@ -22,7 +22,7 @@ from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate
-from learner.operate.init import InitOptions, Lengths, Writer, choose_shape, init
+from learner.operate.init import InitOptions, Plan, choose_shape, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
 from learner.training.input_checks import check_inputs
@@ -193,9 +193,9 @@ def test_checkpoint_with_trained_tokens_gets_no_warm_up(
     assert load_config(tmp_path / "out" / "two_channel.yaml").model.model == model
 
 
-def writer_of(model: Path, scenes: ToyData, out: Path, **options: Any) -> Writer:
+def plan_of(model: Path, scenes: ToyData, out: Path, **options: Any) -> Plan:
     given = init_options(model, scenes, out, **{"gpu": H100, **options})
-    return Writer(given, out, model, 64, warmup=False, lengths=Lengths(10, 20, 320))
+    return Plan(given, out, model, 64, after_warmup=False, target=10, answer=20, longest=320)
 
 
 @dataclass(frozen=True)
@@ -245,16 +245,16 @@ def test_smallest_change_that_fits_is_chosen(
 ) -> None:
     """states, pack: GiB of all weights, and of a pack of 12,000 tokens."""
     count = Counted(states, pack)
-    writer = writer_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
+    plan = plan_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
-            choose_shape(writer, [], console, count)
+            choose_shape(plan, [], console, count)
         assert "GiB" in caught.value.found
         return
-    found = choose_shape(writer, [], console, count)
+    found = choose_shape(plan, [], console, count)
     assert str(found).startswith(chosen)
-    config = writer.config(found)
+    config = found.config()
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)
     assert (config.rollout_matching.backend == "colocate") == (gpus == 1)
     assert config.tuner.train_type == ("lora" if chosen.startswith("LoRA") else "full")
