@@ -167,8 +167,8 @@ def convert(
         return
     if left_out is not None:
         require_new_file("--left-out", left_out)
-    read = read_other(source, from_format, images, split, scale, boxes)
-    conversion = convert(read, out, watch, geometry, order, skip_empty)
+    read = read_other(source, from_format, images, split)
+    conversion = convert(read, out, watch, geometry, order, skip_empty, scale, boxes)
     show_conversion(conversion)
     if left_out is not None:
         lines = ({"file": str(source), **each} for each in conversion.account.left_out)

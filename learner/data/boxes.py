@@ -7,19 +7,23 @@ corner with width and height. A file has one scale and one order.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from learner.data.records import Corners, Scale, Size
+from learner.data.jsonl import Size
+from learner.data.records import Corners, Scale
+from shared_contracts.errors import ContractError
 
 Numbers = tuple[float, float, float, float]
 
 _UNIT: dict[Scale, float] = {"0..1": 1, "0..999": 999, "0..1000": 1000}
 # Likelihood ratio that decides between pixels and parts of the image.
 _ODDS = 100.0
+# Fewest boxes that show whether they are as usual.
+_FEWEST = 5
 # Highest share of boxes that may be faulty, such as x2 < x1.
 FAULTY = 0.1
 
 
 class Reading(NamedTuple):
-    """An interpretation of box numbers; evidence: the reason for it, as text."""
+    """An interpretation of box numbers; evidence: the reason for it, as text, if inferred."""
 
     scale: Scale
     corners: Corners
@@ -36,36 +40,74 @@ class Reading(NamedTuple):
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
 
-    def count_inside(self, boxes: Iterable[tuple[Numbers, Size]], beyond: int = 0) -> int:
-        """Return the number of boxes that end in their images, or up to `beyond` pixels outside."""
+    def count_inside(self, boxes: Iterable[tuple[Numbers, Size]]) -> int:
+        """Return the number of boxes that end in their images, or up to one pixel outside."""
         count = 0
         for box, size in boxes:
             x1, y1, x2, y2 = self.pixels(box, size)
-            count += x1 <= x2 <= size[0] + beyond and y1 <= y2 <= size[1] + beyond
+            count += x1 <= x2 <= size[0] + 1 and y1 <= y2 <= size[1] + 1
         return count
 
 
 def find_reading(
     boxes: Sequence[tuple[Numbers, Size | None]],
+    scale: Scale | None = None,
+    corners: Corners | None = None,
+    usual: tuple[Scale, Corners] | None = None,
+) -> Reading:
+    """Return the reading of boxes, each given with the size of its image, if that is known.
+
+    scale, corners: as stated; None: the format's `usual` ones, or inferred from all boxes.
+
+    Raises ContractError for an ambiguous scale, and for boxes that do not look usual.
+    """
+    known = [(box, size) for box, size in boxes if size is not None]
+    if usual is not None:
+        if len(boxes) >= _FEWEST:
+            _require_usual([box for box, _ in boxes], known, scale, corners)
+        return Reading(scale or usual[0], corners or usual[1])
+    order, ordered = (corners, "as stated") if corners else _find_corners(boxes)
+    ends = [(_two_corners(box, order), size) for box, size in known]
+    found, why = (scale, "as stated") if scale else _find_scale(ends)
+    if found is None:
+        do = "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels"
+        raise ContractError("--scale", why, do)
+    inferred = scale is None or corners is None
+    return Reading(found, order, f"{order} ({ordered}), {found} ({why})" if inferred else "")
+
+
+def _require_usual(
+    boxes: Sequence[Numbers],
+    known: Sequence[tuple[Numbers, Size]],
     scale: Scale | None,
     corners: Corners | None,
-) -> Reading | str:
-    """Return the reading, or the reason why the scale is ambiguous.
-
-    boxes: each with the size of its image; without one it is no evidence of the scale.
-    scale, corners: as stated; None: inferred from all boxes.
-    """
-    order, ordered = (corners, "as stated") if corners else _find_corners(boxes)
-    if scale is not None:
-        return Reading(scale, order, f"{order} ({ordered}), {scale} (as stated)")
-    known = [(_two_corners(box, order), size) for box, size in boxes if size is not None]
-    found, why = _find_scale(known)
-    return Reading(found, order, f"{order} ({ordered}), {found} ({why})") if found else why
+) -> None:
+    """Raise ContractError for boxes like fractions or corners, if that is not stated."""
+    if scale is None and max(map(max, boxes)) <= 1:
+        found = f"no number of {len(boxes)} boxes is above 1, and COCO's are in pixels"
+        raise ContractError("--scale", found, "State the scale: --scale 0..1, or --scale pixels")
+    orders: tuple[Corners, Corners] = ("xywh", "xyxy")
+    outside, outside_as_corners = (
+        len(known) - Reading(scale or "pixels", order).count_inside(known) for order in orders
+    )
+    if corners is None and outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known):
+        found = (
+            f"as x, y, width, height {outside} of {len(known)} boxes leave their images, and as "
+            f"corners {outside_as_corners}"
+        )
+        do = "State the order: --boxes xyxy for two corners, or --boxes xywh"
+        raise ContractError("--boxes", found, do)
 
 
 def _two_corners(box: Numbers, corners: Corners) -> Numbers:
     a, b, c, d = box
     return (a, b, a + c, b + d) if corners == "xywh" else box
+
+
+def bounding_xywh(flat: Sequence[float]) -> list[float]:
+    """Return x, y, width, height of the bounding box of flat points x, y, ..."""
+    xs, ys = flat[0::2], flat[1::2]
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
 def _find_corners(boxes: Sequence[tuple[Numbers, Any]]) -> tuple[Corners, str]:

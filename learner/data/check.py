@@ -16,18 +16,25 @@ A warning does not stop a run. The first two are problems in a file with faulty 
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from learner.data.boxes import FAULTY, Reading, find_reading
 from learner.data.files import DataProblem
-from learner.data.images import ImageResults, UnreadableImage, Watch, image_problem, inspect_all
-from learner.data.jsonl import MAX_BIN, Box, scan
+from learner.data.images import (
+    ImageResult,
+    UnreadableImage,
+    Watch,
+    image_problems,
+    inspect_image,
+    inspect_samples,
+)
+from learner.data.jsonl import MAX_BIN, Box, DataFile, Size
 from learner.data.lengths import SampleLengths
-from learner.data.records import Scale, Size
+from learner.data.records import Scale
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
 # Fewest boxes that count as x, y, width, height. Two random corners fit with a probability of 1/4.
@@ -45,22 +52,6 @@ def _warning(kind: str, where: str, found: str, do: str) -> DataProblem:
     return DataProblem(kind, where, found, do, warning=True)
 
 
-@dataclass
-class FileReport:
-    """samples: of the valid lines."""
-
-    path: Path
-    samples: list[Sample] = field(default_factory=list)
-    findings: list[DataProblem] = field(default_factory=list)
-
-    @property
-    def objects(self) -> int:
-        return sum(len(sample.objects) for sample in self.samples)
-
-    def count(self, *, warnings: bool) -> int:
-        return sum(problem.warning == warnings for problem in self.findings)
-
-
 def check_files(
     paths: Sequence[Path],
     *,
@@ -68,33 +59,30 @@ def check_files(
     lengths: SampleLengths | None,
     canvas: int,
     watch: Watch,
-) -> list[FileReport]:
-    """Return a report for each file, with findings in line order.
+) -> list[DataFile]:
+    """Return the files with findings in line order.
 
     canvas: side of the matching canvas in pixels.
 
-    Raises ContractError for a missing, unreadable or empty file, and for one of another format.
+    Raises ContractError as `DataFile` does.
     """
-    reports: list[FileReport] = []
-    uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
-    for path in paths:
-        report = FileReport(path)
-        boxes: list[tuple[str, Box, Size]] = []
-        for line in scan(path, allow_poly=allow_poly):
-            boxes += [(line.sample_id, box, line.size) for box in line.boxes if all(line.size)]
-            report.findings += line.problems
-            if (sample := line.sample) is not None:
-                report.samples.append(sample)
-                report.findings += _of_sample(sample, lengths, canvas)
-                for image in dict.fromkeys(sample.images):
-                    uses.setdefault(image, []).append((report, sample))
-        faulty = any(each.kind == "geometry" for each in report.findings)
-        report.findings = [*_doubts(boxes, warning=not faulty), *report.findings]
-        reports.append(report)
-    _check_images(uses, watch(inspect_all(list(uses)), len(uses)))
-    for report in reports:
-        report.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
-    return reports
+    files = [DataFile(path, allow_poly=allow_poly) for path in paths]
+    samples = [sample for file in files for sample in file.samples]
+    results = inspect_samples(samples, watch, inspect_image)
+    rule = None if lengths is None else lengths.rule
+    first_use: dict[bytes, Sample] = {}
+    for file in files:
+        faulty = any(each.kind == "geometry" for each in file.findings)
+        file.findings[:0] = _doubts(file.boxes, warning=not faulty)
+        own = {sample.sample_id for sample in file.samples}
+        for sample in file.samples:
+            file.findings += _of_objects(sample, canvas)
+            if lengths is not None:
+                file.findings += _of_lengths(sample, lengths)
+            file.findings += image_problems(sample, results, rule)
+            file.findings += _of_same_images(sample, results, first_use, own)
+        file.sort_findings()
+    return files
 
 
 def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterator[DataProblem]:
@@ -105,17 +93,18 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
     if not boxes:
         return
     place, known = boxes[0][0], [(box, size) for _, box, size in boxes]
-    found = find_reading(known, None, None)
     beyond = sum(max(box) > MAX_BIN for box, _ in known)
     few = beyond <= FAULTY * len(boxes)
-    evidence = found if isinstance(found, str) else found.evidence
     scale: Scale = "0..999"
     scales: tuple[Scale, ...] = ()
-    bins = {"0..999": True, "0..1000": beyond == 0, "pixels": beyond > 0 and few, "0..1": False}
-    if isinstance(found, str):
-        scales = () if few else ("0..1000", "pixels")
-    elif not bins[found.scale]:
-        scale, scales = found.scale, (found.scale,)
+    try:
+        found = find_reading(known)
+        evidence = found.evidence
+        plausible = {"0..999": True, "0..1000": not beyond, "pixels": few and beyond, "0..1": False}
+        if not plausible[found.scale]:
+            scale, scales = found.scale, (found.scale,)
+    except ContractError as error:  # ambiguous
+        evidence, scales = error.found, () if few else ("0..1000", "pixels")
     inside = Reading(scale, "xywh").count_inside(known)
     fit = len(boxes) >= _FEWEST and inside >= (1 - FAULTY) * len(boxes)
     if fit and scale != "0..1":  # rounded numbers tell nothing of fractions
@@ -128,7 +117,7 @@ def _doubts(boxes: Sequence[tuple[str, Box, Size]], *, warning: bool) -> Iterato
         yield DataProblem("scale", place, text, do, warning=warning)
 
 
-def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:
+def _of_objects(sample: Sample, canvas: int) -> Iterator[DataProblem]:
     for index, item in enumerate(sample.objects):
         if (odd := odd_text(item.desc)) is not None:
             found = f"objects[{index}].desc {shown(item.desc)} has {odd}"
@@ -141,8 +130,6 @@ def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> It
             )
             do = "Widen it or leave it out; no prediction is ever matched to it."
             yield _warning("too thin to match", sample.sample_id, found, do)
-    if lengths is not None:
-        yield from _of_lengths(sample, lengths)
 
 
 def odd_text(description: str) -> str | None:
@@ -168,9 +155,7 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
         yield _warning("target too long", sample.sample_id, found, do)
     try:
         prompt = lengths.prompt(sample)
-    except DataProblem as problem:
-        if problem.kind != "unreadable image":  # those are reported by `_check_images`
-            yield problem
+    except DataProblem:  # of an image
         return
     if limits.pack is not None and prompt + target > limits.pack:
         found = (
@@ -180,22 +165,25 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
         yield _warning("sample too long", sample.sample_id, found, do)
 
 
-def _check_images(uses: dict[Path, list[tuple[FileReport, Sample]]], results: ImageResults) -> None:
-    """Add problems of images, and warnings about equal images, to the reports."""
-    first_use: dict[bytes, tuple[FileReport, Sample]] = {}
-    for path, result in results:
-        for report, sample in uses[path]:
-            size = (sample.width, sample.height) if path == sample.images[0] else None
-            if (problem := image_problem(sample.sample_id, size, path, result)) is not None:
-                report.findings.append(problem)
-            if isinstance(result, UnreadableImage):
-                continue
-            first_report, first = first_use.setdefault(result.digest, (report, sample))
-            if first is sample:
-                continue
-            alike = "the same" if sample.objects == first.objects else "other"
-            found = f"image {path} is that of {first.sample_id}, with {alike} objects"
-            kind, do = "same image in one file", "Keep one of the lines."
-            if first_report is not report:
-                kind, do = "same image in two files", "Keep it in one of the files."
-            report.findings.append(_warning(kind, sample.sample_id, found, do))
+def _of_same_images(
+    sample: Sample,
+    results: Mapping[Path, ImageResult],
+    first_use: dict[bytes, Sample],
+    own: Container[str],
+) -> Iterator[DataProblem]:
+    """Yield warnings about images with the bytes of an earlier sample's.
+
+    own: ids of the samples of the sample's file.
+    """
+    for path in dict.fromkeys(sample.images):
+        if isinstance(result := results[path], UnreadableImage):
+            continue
+        first = first_use.setdefault(result.digest, sample)
+        if first is sample:
+            continue
+        alike = "the same" if sample.objects == first.objects else "other"
+        found = f"image {path} is that of {first.sample_id}, with {alike} objects"
+        kind, do = "same image in one file", "Keep one of the lines."
+        if first.sample_id not in own:
+            kind, do = "same image in two files", "Keep it in one of the files."
+        yield _warning(kind, sample.sample_id, found, do)

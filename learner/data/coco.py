@@ -13,29 +13,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from learner.data.boxes import FAULTY, Reading
+from learner.data.boxes import bounding_xywh
 from learner.data.files import read_text, strict_json
-from learner.data.jsonl import MAX_SIDE, bounding_box, is_description
-from learner.data.records import (
-    Account,
-    Annotation,
-    Corners,
-    Id,
-    Rule,
-    Scale,
-    Source,
-    SourceImage,
-    is_number,
-)
-from learner.runs.atomic_files import publish_text
+from learner.data.jsonl import bounding_box, is_description, is_side
+from learner.data.records import Account, Annotation, Id, Rule, Source, SourceImage, is_number
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
 _COCO_JSON = "Name a JSON file of COCO instances."
-# Fewest boxes that show their scale and order.
-_FEWEST = 5
 # Key of `metadata` -> key of an LVIS image.
 LVIS_LISTS = {
     NEG_CATEGORIES: "neg_category_ids",
@@ -43,20 +30,15 @@ LVIS_LISTS = {
 }
 
 
-def read_coco(
-    path: Path, folder: Path | None, scale: Scale | None = None, corners: Corners | None = None
-) -> Source:
+def read_coco(path: Path, folder: Path | None) -> Source:
     """Read a file of COCO or LVIS instances. folder: base of its image names; None: it is found.
 
-    scale, corners: of all boxes; None: pixels, and x, y, width, height, which COCO defines. An
-    annotation without a box gets the bounding box of its polygons or mask.
+    An annotation without a box gets the bounding box of its polygons or mask.
 
-    Raises ContractError for another kind of file, for repeated ids of images or categories, for
-    unknown category ids in LVIS lists, and for boxes of another scale or order than stated.
+    Raises ContractError for another kind of file, for repeated ids of images or categories, and
+    for unknown category ids in LVIS lists.
     """
-    text = read_text(path, _COCO_JSON)
-    document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
-    images, annotations, categories = _sections(path, document)
+    images, annotations, categories = _sections(path)
     names = {_id(each): each.get("name") for each in categories}
     account, ids, of_image = Account(), set[Any](), dict[Any, SourceImage]()
     for image in images:
@@ -66,7 +48,7 @@ def read_coco(
         else:
             of_image[picture.id] = picture
     for annotation in annotations:
-        one = _annotation(annotation, names, scale or "pixels", corners)
+        one = _annotation(annotation, names)
         if one.id is not None:
             account.note(Rule.REPEATED_ID, one, one.id in ids)
             ids.add(one.id)
@@ -77,34 +59,7 @@ def read_coco(
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
     found = list(of_image.values())
-    _require_plausible(found, scale, corners)
-    return Source(folder or _folder_of(path, found), found, account, corners or "xywh")
-
-
-def _require_plausible(
-    pictures: Sequence[SourceImage], scale: Scale | None, corners: Corners | None
-) -> None:
-    """Raise ContractError for boxes like fractions or corners, if that is not stated."""
-    boxes = [(one.box, p.size) for p in pictures for one in p.annotations if one.fault is None]
-    if len(boxes) < _FEWEST:
-        return
-    if scale is None and max(max(box) for box, _ in boxes) <= 1:
-        found = f"no number of {len(boxes)} boxes is above 1, and COCO's are in pixels"
-        raise ContractError("--scale", found, "State the scale: --scale 0..1, or --scale pixels")
-    known = [(box, size) for box, size in boxes if size is not None]
-    orders: tuple[Corners, Corners] = ("xywh", "xyxy")
-    outside, outside_as_corners = (
-        len(known) - Reading(scale or "pixels", order).count_inside(known, beyond=1)
-        for order in orders
-    )
-    fits_as_corners = outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known)
-    if corners is None and fits_as_corners:
-        found = (
-            f"as x, y, width, height {outside} of {len(known)} boxes leave their images, and as "
-            f"corners {outside_as_corners}"
-        )
-        do = "State the order: --boxes xyxy for two corners, or --boxes xywh"
-        raise ContractError("--boxes", found, do)
+    return Source(folder or _folder_of(path, found), found, account, ("pixels", "xywh"))
 
 
 def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
@@ -118,8 +73,9 @@ def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
     return path.parent
 
 
-def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
+def _sections(path: Path) -> list[list[dict[str, Any]]]:
     """Return the images, annotations and categories; entries that are no mapping become empty."""
+    document = strict_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON, allow_nan=True)
     found, sections = "", document if isinstance(document, dict) else {}
     lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
     first = lists[1][0] if isinstance(lists[1], list) and lists[1] else None
@@ -153,10 +109,8 @@ def _picture(image: dict[str, Any], lists: dict[str, Any]) -> SourceImage | None
         name = "/".join(url.rsplit("/", 2)[1:])
     if id is None or not isinstance(name, str) or not name:
         return None
-    width, height = image.get("width"), image.get("height")
-    size = None
-    if isinstance(width, int) and isinstance(height, int) and min(width, height) > 0:
-        size = width, height
+    width, height = image.get("width", 0), image.get("height", 0)
+    size = (width, height) if is_side(width) and is_side(height) else None
     return SourceImage(id, name.replace("\\", "/"), size, metadata=lists)
 
 
@@ -173,54 +127,44 @@ def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str
     return lists
 
 
-def _annotation(
-    record: dict[str, Any], names: dict[Any, Any], scale: Scale, corners: Corners | None
-) -> Annotation:
-    category_id = _id(record, "category_id")
-    segmentation: Any = record.get("segmentation")
-    alone = isinstance(segmentation, list) and len(segmentation) == 1
+def _annotation(record: dict[str, Any], names: dict[Any, Any]) -> Annotation:
+    category_id, box = _id(record, "category_id"), record.get("bbox")
     fault = Rule.CROWD if record.get("iscrowd") in (1, "1") else None
     if fault is None and category_id not in names:
         fault = Rule.UNKNOWN_CATEGORY
-    box = record.get("bbox")
-    if not box and (box := _box_of(segmentation)) is not None:
-        scale = "pixels" if isinstance(segmentation, dict) else scale
-        if corners == "xyxy":
-            box = [*box[:2], box[0] + box[2], box[1] + box[3]]
+    segmentation: Any = record.get("segmentation")
+    listed = isinstance(segmentation, list) and all(map(_is_polygon, segmentation))
+    polygons, stated = segmentation if listed else [], dict[str, str]()
+    if not box and polygons:
+        box, stated = bounding_xywh([n for each in polygons for n in each]), {"corners": "xywh"}
+    elif not box and isinstance(segmentation, dict):
+        box, stated = _box_of_mask(segmentation), {"scale": "pixels", "corners": "xywh"}
     return Annotation.read(
         _id(record),
         _id(record, "image_id"),
         names.get(category_id),
         box,
         fault,
-        scale=scale,
-        polygon=segmentation[0] if alone and _is_polygon(segmentation[0]) else None,
+        polygon=polygons[0] if len(polygons) == 1 else None,
+        **stated,
     )
 
 
-def _box_of(segmentation: Any) -> list[float] | None:
-    """Return x, y, width, height of polygons or of a run-length mask; None for other values."""
-    if isinstance(segmentation, list) and segmentation and all(map(_is_polygon, segmentation)):
-        xs = [x for polygon in segmentation for x in polygon[0::2]]
-        ys = [y for polygon in segmentation for y in polygon[1::2]]
-        return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
-    if not isinstance(segmentation, dict):
-        return None
+def _box_of_mask(rle: dict[str, Any]) -> list[float] | None:
+    """Return x, y, width, height in pixels of a run-length mask; None for another value."""
     from pycocotools import mask
 
-    counts, size = segmentation.get("counts"), segmentation.get("size")
-    if not (isinstance(size, list) and [type(side) for side in size] == [int, int]):
+    counts, size = rle.get("counts"), rle.get("size")
+    if not (isinstance(size, list) and len(size) == 2 and all(map(is_side, size))):
         return None
     height, width = size
-    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
-        return None
     if isinstance(counts, list):  # not compressed
         if any(type(n) is not int or n < 0 for n in counts) or sum(counts) != height * width:
             return None
-        segmentation = mask.frPyObjects(segmentation, height, width)
+        rle = mask.frPyObjects(rle, height, width)
     elif not (isinstance(counts, str) and counts.isascii()):
         return None
-    return [float(number) for number in mask.toBbox(segmentation)]
+    return [float(number) for number in mask.toBbox(rle)]
 
 
 def _is_polygon(value: Any) -> bool:
@@ -239,10 +183,9 @@ def image_name(image: Path, root: Path) -> str:
     return str(image.relative_to(root) if image.is_relative_to(root) else image)
 
 
-def write_document(document: dict[str, Any], path: Path) -> None:
-    """Publish a document of `to_coco` or `to_lvis`; creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(path, json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+def json_text(document: dict[str, Any]) -> str:
+    """Return the text of a document of `to_coco` or `to_lvis`."""
+    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
 
 
 def to_coco(

@@ -17,8 +17,8 @@ from typing import Any
 
 from learner.data.coco import image_name, pixel_xywh
 from learner.data.detection import LISTS, NAMES
-from learner.data.files import records, write_lines
-from learner.data.records import Account, Annotation, Corners, Rule, Scale, Source, SourceImage
+from learner.data.files import jsonl_text, records
+from learner.data.records import Account, Annotation, Rule, Scale, Source, SourceImage
 from learner.types import Sample
 
 _BOXES = ("bbox_2d", "bbox", "box")
@@ -32,13 +32,10 @@ _PROMPT = "<image>Detect all objects. Answer with a JSON list of bbox_2d and lab
 _Box = tuple[int, Any, Any, Scale | None]
 
 
-def read_conversations(
-    path: Path, folder: Path, scale: Scale | None, corners: Corners | None
-) -> Source:
+def read_conversations(path: Path, folder: Path) -> Source:
     """Read conversations. folder: base of image names.
 
-    scale, corners: of all boxes. None: as the record states it (ms-swift's `bbox_type`), else
-    inferred from all boxes of the file.
+    Only ms-swift's `bbox_type` states the scale.
     """
     account, pictures = Account(), list[SourceImage]()
     for where, record in records(path):
@@ -50,12 +47,10 @@ def read_conversations(
             continue
         pictures += images
         for index, (at, name, numbers, stated) in enumerate(boxes):
-            image = images[at]
-            one = Annotation.read(
-                f"{where}[{index}]", image.id, name, numbers, scale=scale or stated
-            )
-            image.annotations.append(one)
-    return Source(folder, pictures, account, corners)
+            place = f"{where}[{index}]"
+            one = Annotation.read(place, images[at].id, name, numbers, scale=stated)
+            images[at].annotations.append(one)
+    return Source(folder, pictures, account)
 
 
 def _images(record: dict[str, Any]) -> Iterator[str]:
@@ -146,8 +141,8 @@ def _swift_objects(
     return [(image, ref, box, scale) for image, ref, box in zip(of_image, refs, boxes, strict=True)]
 
 
-def write_swift(samples: Sequence[Sample], image_root: Path, out: Path) -> None:
-    """Publish grounding data of ms-swift; polygons become their bounding boxes."""
+def swift_text(samples: Sequence[Sample], image_root: Path) -> str:
+    """Return grounding data of ms-swift as JSONL; polygons become their bounding boxes."""
     lines = []
     for sample in samples:
         boxes = []
@@ -155,17 +150,12 @@ def write_swift(samples: Sequence[Sample], image_root: Path, out: Path) -> None:
             x, y, width, height = pixel_xywh(item.shape, sample.width, sample.height)
             boxes.append([round(v, 4) for v in (x, y, x + width, y + height)])
         answer = ", ".join(['{"bbox_2d": <bbox>, "label": "<ref-object>"}'] * len(boxes))
+        turns = {"user": _PROMPT, "assistant": f"[{answer}]"}
+        refs = [item.desc for item in sample.objects]
         record = {
-            "messages": [
-                {"role": "user", "content": _PROMPT},
-                {"role": "assistant", "content": f"[{answer}]"},
-            ],
+            "messages": [{"role": role, "content": text} for role, text in turns.items()],
             "images": [image_name(sample.images[0], image_root)],
-            "objects": {
-                "ref": [item.desc for item in sample.objects],
-                "bbox": boxes,
-                "bbox_type": "real",
-            },
+            "objects": {"ref": refs, "bbox": boxes, "bbox_type": "real"},
         }
         lines.append(record)
-    write_lines(out, lines)
+    return jsonl_text(lines)

@@ -21,8 +21,17 @@ from learner.data.images import (
     inspect_all,
     inspect_header,
 )
-from learner.data.jsonl import bounding_box
-from learner.data.records import Account, Annotation, Order, Rule, Scale, Size, Source, SourceImage
+from learner.data.jsonl import Size, bounding_box
+from learner.data.records import (
+    Account,
+    Annotation,
+    Corners,
+    Order,
+    Rule,
+    Scale,
+    Source,
+    SourceImage,
+)
 from learner.stages.coords import encode_bin
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind, GroundTruthObject, Shape
@@ -31,7 +40,8 @@ from shared_contracts.errors import ContractError
 # Largest overhang of a box over its image, in pixels, that counts as rounding.
 _ROUNDING = 0.01
 _CANVAS = MatchingConfig().maskiou_resolution
-Readings = dict[Scale | None, Reading]
+Stated = tuple[Scale | None, Corners | None]
+Readings = dict[Stated, Reading]
 
 
 @dataclass
@@ -59,19 +69,22 @@ def convert(
     geometry: GeometryKind = "bbox_2d",
     order: Order = "file",
     skip_empty: bool = False,
+    scale: Scale | None = None,
+    corners: Corners | None = None,
 ) -> Conversion:
     """Convert a source, in its order of images; only image headers are read.
 
     out: path of the data file; its image paths are relative to the folder of `out`.
     geometry: `poly` uses the polygon of an annotation with exactly one polygon, else its box.
     skip_empty: leave out images without annotations.
+    scale, corners: of boxes whose scale or order the source does not state.
 
-    Raises ContractError if the scale is neither stated nor unambiguous.
+    Raises ContractError as `find_reading` does.
     """
     account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
     results = [result for _, result in watch(inspect_all(paths, inspect_header), len(paths))]
-    readings, evidence = _readings(source, pictures, results)
+    readings, evidence = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion = Conversion(account, len(pictures), annotations, evidence)
     for picture, path, result in zip(pictures, paths, results, strict=True):
@@ -115,24 +128,26 @@ def _put_together(source: Source) -> list[SourceImage]:
 
 
 def _readings(
-    source: Source, pictures: Sequence[SourceImage], results: Sequence[ImageResult]
+    source: Source,
+    pictures: Sequence[SourceImage],
+    results: Sequence[ImageResult],
+    scale: Scale | None,
+    corners: Corners | None,
 ) -> tuple[Readings, str]:
-    """Return the reading of boxes by their stated scale (None: not stated), and the evidence."""
-    boxes: dict[Scale | None, list[tuple[Any, Size | None]]] = {}
+    """Return the reading of boxes by what they state, and the evidence for it."""
+    boxes: dict[Stated, list[tuple[Any, Size | None]]] = {}
     for picture, result in zip(pictures, results, strict=True):
         size = result.size if isinstance(result, ImageInfo) else picture.size
         for one in picture.annotations:
             if one.fault is None:
-                boxes.setdefault(one.scale, []).append((one.box, size))
-    readings, evidence = {}, []
-    for scale, known in boxes.items():
-        reading = find_reading(known, scale, source.corners)
-        if isinstance(reading, str):
-            do = "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels"
-            raise ContractError("--scale", reading, do)
-        readings[scale] = reading
-        if scale is None or source.corners is None:
-            evidence.append(f"{len(known)} boxes: {reading.evidence}")
+                boxes.setdefault((one.scale, one.corners), []).append((one.box, size))
+    readings = {
+        stated: find_reading(known, stated[0] or scale, stated[1] or corners, source.usual)
+        for stated, known in boxes.items()
+    }
+    evidence = (
+        f"{len(boxes[each])} boxes: {r.evidence}" for each, r in readings.items() if r.evidence
+    )
     return readings, "; ".join(evidence)
 
 
@@ -153,7 +168,7 @@ def _objects(
         if one.fault is not None:
             item, rules = None, [one.fault]
         else:
-            shape, rules = _shape_of(one, size, readings[one.scale], geometry)
+            shape, rules = _shape_of(one, size, readings[one.scale, one.corners], geometry)
             item = None if shape is None else GroundTruthObject(one.desc, shape)
         if item in objects:
             item, rules = None, [Rule.DUPLICATE]

@@ -9,8 +9,9 @@ write_lines                 publishes JSONL
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from learner.runs.atomic_files import publish_text
 from shared_contracts.errors import ContractError, ContractErrors
@@ -50,40 +51,41 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
     Raises ContractError for a missing, unreadable or empty file.
     """
-    do = "Name a JSONL file with one sample a line."
-    _require_file(path, do)
-    empty = True
-    try:
-        with path.open("rb") as file:
-            for raw in file:
-                line = raw.removeprefix(codecs.BOM_UTF8) if empty else raw
-                empty = False
-                yield line.removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
-    if empty:
-        raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
+    with _opened(path, "Name a JSONL file with one sample a line.") as file:
+        for number, raw in enumerate(file):
+            line = raw if number else raw.removeprefix(codecs.BOM_UTF8)
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+        if not file.tell():
+            raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
 
 
 def read_text(path: Path, do: str) -> str:
     """Return the text of a UTF-8 file; raises ContractError with the remedy `do`."""
-    _require_file(path, do)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
+    with _opened(path, do) as file:
+        return file.read().decode("utf-8-sig")
 
 
-def _require_file(path: Path, do: str) -> None:
+@contextmanager
+def _opened(path: Path, do: str) -> Iterator[BinaryIO]:
     if not path.is_file():
         found = "this is not a file" if path.exists() else "there is no such file"
         raise ContractError(str(path), found, do)
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Publish a JSONL file atomically; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    publish_text(path, jsonl_text(records))
+
+
+def jsonl_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return one JSON object a line."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def parse_line(raw: bytes, where: str) -> dict[str, Any]:

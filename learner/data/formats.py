@@ -5,42 +5,37 @@ write_other      a data file -> a file or folder
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from learner.data.coco import read_coco, to_coco, to_lvis, write_document
-from learner.data.conversations import read_conversations, write_swift
+from learner.data import voc, yolo
+from learner.data.coco import json_text, read_coco, to_coco, to_lvis
+from learner.data.conversations import read_conversations, swift_text
 from learner.data.detection import Format, OutFormat
-from learner.data.files import DataProblem, capped
-from learner.data.images import ImageInfo, Watch, image_problem, inspect_all, inspect_header
-from learner.data.jsonl import scan
-from learner.data.records import Account, Corners, Rule, Scale, Source
-from learner.data.voc import NOT_XML, read_voc, write_voc
-from learner.data.yolo import read_yolo, write_yolo
+from learner.data.files import DataProblem
+from learner.data.images import ImageInfo, Watch, image_problems, inspect_samples
+from learner.data.jsonl import DataFile
+from learner.data.records import Account, Rule, Source
+from learner.runs.atomic_files import publish_directory, publish_text, writing
 from learner.types import GeometryKind, Sample
 from shared_contracts.strict_model import shown
 
 
 def read_other(
-    source: Path,
-    form: Format,
-    images: Path | None = None,
-    split: str | None = None,
-    scale: Scale | None = None,
-    corners: Corners | None = None,
+    source: Path, form: Format, images: Path | None = None, split: str | None = None
 ) -> Source:
-    """Read a file or folder.
+    """Read a file or folder; one reader handles all formats of conversations.
 
-    images: base of image names, if stated. split: of yolo and voc. scale, corners: of coco,
-    lvis and conversations; one reader handles all formats of conversations.
+    images: base of image names, if stated. split: of yolo and voc.
     """
     if form == "yolo":
-        return read_yolo(source, split)
+        return yolo.read_yolo(source, split)
     if form == "voc":
-        return read_voc(source, split, images)
+        return voc.read_voc(source, split, images)
     if form in ("coco", "lvis"):
-        return read_coco(source, images, scale, corners)
-    return read_conversations(source, images or source.parent, scale, corners)
+        return read_coco(source, images)
+    return read_conversations(source, images or source.parent)
 
 
 def write_other(
@@ -52,48 +47,53 @@ def write_other(
 
     Raises ContractErrors: all problems of the data file, each at `file:line`.
     """
-    lines = list(scan(source, allow_poly=True))
-    problems = [problem for line in lines for problem in line.problems]
-    samples, account = [line.sample for line in lines if line.sample is not None], Account()
-    problems += _image_faults(samples, account, watch)
-    names = _names_of_images(samples)
-    if form in ("yolo", "voc"):
-        problems += _name_faults(samples, names, xml=form == "voc")
-    if problems:
-        by_line = sorted(problems, key=lambda one: int(one.where.rpartition(":")[2]))
-        raise capped(str(source), by_line)
-    if form in ("yolo", "voc", "ms-swift"):
-        rule = Rule.POLYGONS if geometry == "bbox_2d" else Rule.BOXES
-        for sample in samples:
-            others = sum(item.shape.kind != geometry for item in sample.objects)
-            account.note(rule, sample.sample_id, others)
-    if form == "yolo":
-        write_yolo(samples, names, out, polygons=geometry == "poly")
-    elif form == "voc":
-        write_voc(samples, names, out)
-    elif form == "ms-swift":
-        write_swift(samples, images, out)
-    else:
-        write_document((to_lvis if form == "lvis" else to_coco)(samples, images), out)
-    return samples, account
-
-
-def _image_faults(
-    samples: Sequence[Sample], account: Account, watch: Watch
-) -> Iterator[DataProblem]:
-    """Yield faults of the samples' images; only headers are read."""
-    paths = [sample.images[0] for sample in samples]
-    results = watch(inspect_all(paths, inspect_header), len(paths))
-    for sample, (image, result) in zip(samples, results, strict=True):
+    file, account, polygons = DataFile(source, allow_poly=True), Account(), geometry == "poly"
+    results, names = inspect_samples(file.samples, watch), _names_of_images(file.samples)
+    for sample in file.samples:
+        file.findings += image_problems(sample, results)
         if len(sample.images) > 1:
             found = f"the sample has {len(sample.images)} images"
             do = "Give it one; the other formats hold objects of one image."
-            yield DataProblem("several images", sample.sample_id, found, do)
-        size = (sample.width, sample.height)
-        if (problem := image_problem(sample.sample_id, size, image, result)) is not None:
-            yield problem
-        elif isinstance(result, ImageInfo) and result.reoriented:
-            account.note(Rule.REORIENTED, sample.sample_id)
+            file.findings.append(DataProblem("several images", sample.sample_id, found, do))
+        result = results[sample.images[0]]
+        if isinstance(result, ImageInfo):
+            account.note(Rule.REORIENTED, sample.sample_id, result.reoriented)
+        others = sum(item.shape.kind != geometry for item in sample.objects)
+        if form in ("yolo", "voc", "ms-swift"):
+            account.note(Rule.BOXES if polygons else Rule.POLYGONS, sample.sample_id, others)
+    if form in ("yolo", "voc"):
+        file.findings += _name_faults(file.samples, names, xml=form == "voc")
+    file.sort_findings()
+    samples = file.valid_samples()
+    if form == "yolo":
+        _publish_folder(out, samples, names, yolo.IMAGES, yolo.yolo_texts(samples, names, polygons))
+    elif form == "voc":
+        _publish_folder(out, samples, names, voc.IMAGES, voc.voc_texts(samples, names))
+    else:
+        if form == "ms-swift":
+            text = swift_text(samples, images)
+        else:
+            text = json_text((to_lvis if form == "lvis" else to_coco)(samples, images))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        publish_text(out, text)
+    return samples, account
+
+
+def _publish_folder(
+    out: Path,
+    samples: Sequence[Sample],
+    names: Sequence[str],
+    images: str,
+    texts: Mapping[str, str],
+) -> None:
+    """Publish a folder atomically: text files by their paths, and copies of the images."""
+    with writing(out), publish_directory(out) as part:
+        for path, text in texts.items():
+            (part / path).parent.mkdir(parents=True, exist_ok=True)
+            (part / path).write_text(text, encoding="utf-8")
+        (part / images).mkdir(parents=True)
+        for sample, name in zip(samples, names, strict=True):
+            shutil.copyfile(sample.images[0], part / images / name)
 
 
 def _names_of_images(samples: Sequence[Sample]) -> list[str]:
@@ -115,7 +115,7 @@ def _name_faults(
             do = "Give images names of their own, also without suffix, and one line each."
             yield DataProblem("same name", sample.sample_id, found, do)
         for index, item in enumerate(sample.objects if xml else ()):
-            if NOT_XML.search(item.desc):
+            if voc.NOT_XML.search(item.desc):
                 found = f"objects[{index}].desc {shown(item.desc)} cannot be written as XML"
                 do = "Remove control characters, and space at its ends."
                 yield DataProblem("description", sample.sample_id, found, do)

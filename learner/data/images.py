@@ -9,7 +9,7 @@ import os
 import struct
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from learner.data.files import DataProblem
+from learner.types import Sample
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 # Pillow decodes images above 89 megapixels with a warning.
@@ -65,36 +66,46 @@ class ImageRule(Protocol):
         """Return the tokens of an image of this size in pixels; None if it is too narrow."""
 
 
-def image_problem(
-    sample_id: str,
-    size: tuple[int, int] | None,
-    path: Path,
-    result: ImageResult,
-    rule: ImageRule | None = None,
-) -> DataProblem | None:
-    """Return the problem of a sample's image, if any.
+def inspect_samples(
+    samples: Iterable[Sample],
+    watch: Watch,
+    inspect: Callable[[Path], ImageInfo] | None = None,
+) -> dict[Path, ImageResult]:
+    """Return the result of each image of samples. inspect: `inspect_header` by default."""
+    paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
+    return dict(watch(inspect_all(paths, inspect or inspect_header), len(paths)))
 
-    size: of the line; rule: of the model's processor; None: not checked.
+
+def image_problems(
+    sample: Sample, results: Mapping[Path, ImageResult], rule: ImageRule | None = None
+) -> Iterator[DataProblem]:
+    """Yield the problems of a sample's images; its size is that of the first.
+
+    rule: of the model's processor; None: not checked.
     """
-    if isinstance(result, UnreadableImage):
-        do = "Replace it, correct its path (from the data file, or absolute), or remove the line."
-        return DataProblem("unreadable image", sample_id, f"image {path} {result}", do)
-    if rule is not None and size in (None, result.size) and rule.tokens(*result.size) is None:
-        found = (
-            f"image {path} has {result.size[0]}x{result.size[1]} pixels, and the model's processor "
-            f"refuses sides of a ratio above {rule.max_aspect}"
-        )
-        do = "Cut the image, or remove the line."
-        return DataProblem("image too narrow", sample_id, found, do)
-    if size is None or size == result.size:
-        return None
-    turned = " once it is turned upright as its EXIF orientation says" if result.reoriented else ""
-    found = (
-        f"width x height is {size[0]}x{size[1]}, and image {path} has "
-        f"{result.size[0]}x{result.size[1]} pixels{turned}"
-    )
-    do = "Give its size, and see that the boxes were made for this image."
-    return DataProblem("other image size", sample_id, found, do)
+    stated = (sample.width, sample.height)
+    for path in dict.fromkeys(sample.images):
+        result, size = results[path], stated if path == sample.images[0] else None
+        if isinstance(result, UnreadableImage):
+            kind, found = "unreadable image", f"image {path} {result}"
+            do = "Replace it, correct its path (absolute, or from the file), or remove the line."
+        elif size not in (None, result.size):
+            kind = "other image size"
+            upright = " once it is turned upright as its EXIF orientation says"
+            found = (
+                f"width x height is {sample.width}x{sample.height}, and image {path} has "
+                f"{result.size[0]}x{result.size[1]} pixels{upright if result.reoriented else ''}"
+            )
+            do = "Give its size, and see that the boxes were made for this image."
+        elif rule is not None and rule.tokens(*result.size) is None:
+            kind, do = "image too narrow", "Cut the image, or remove the line."
+            found = (
+                f"image {path} has {result.size[0]}x{result.size[1]} pixels, and the model's "
+                f"processor refuses sides of a ratio above {rule.max_aspect}"
+            )
+        else:
+            continue
+        yield DataProblem(kind, sample.sample_id, found, do)
 
 
 def open_upright(path: Path) -> Image.Image:

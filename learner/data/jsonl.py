@@ -9,7 +9,7 @@ tokens, numbers, or numeric strings (both rounded). `objects` may be empty. `met
 evaluations read its `CATEGORY_LISTS`. Unknown keys are errors. Descriptions become Unicode NFC
 (RES-20).
 
-    scan           each line as a sample or a list of problems
+    DataFile       the samples of a file, and problems of its lines
     read_samples   the samples of a valid file
     build_request  a sample as the conversation that both server and learner encode
 
@@ -18,7 +18,8 @@ are ignored.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -40,6 +41,7 @@ MAX_BIN = 999
 # Above the limit of every supported image format; keeps token counts and areas finite.
 MAX_SIDE = 1_000_000
 Box = tuple[int, int, int, int]
+Size = tuple[int, int]
 # Text that a target cannot contain: unpaired surrogates, special tokens.
 _UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
@@ -56,27 +58,12 @@ def bounding_box(shape: Shape) -> Box:
 
 
 def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
-    """Read and check a data file; image files are not opened.
-
-    allow_poly: False if the trainer variant supports boxes only (`stage2_two_channel`).
+    """Read and check a data file as `DataFile` does.
 
     Raises:
         ContractErrors: the first problems, each at `file:line`, and the number of the others.
     """
-    lines = list(scan(path, allow_poly=allow_poly))
-    if problems := [problem for line in lines for problem in line.problems]:
-        raise capped(str(path), problems)
-    return [line.sample for line in lines if line.sample is not None]
-
-
-def scan(path: Path, *, allow_poly: bool) -> "Iterator[Line]":
-    """Yield the lines of a data file; arguments as in `read_samples`.
-
-    Raises ContractError for a missing, unreadable or empty file, and for one of another format.
-    """
-    require_jsonl(path)
-    for number, raw in enumerate(raw_lines(path), start=1):
-        yield Line(path, number, raw, allow_poly)
+    return DataFile(path, allow_poly=allow_poly).valid_samples()
 
 
 def is_description(value: Any) -> TypeGuard[str]:
@@ -88,7 +75,8 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_side(value: Any) -> bool:
+def is_side(value: Any) -> bool:
+    """Return whether a value is a side of an image in pixels."""
     return type(value) is int and 1 <= value <= MAX_SIDE
 
 
@@ -100,11 +88,15 @@ def _is_metadata(value: Any) -> bool:
 
 
 class _Key(NamedTuple):
-    """A key of a line. kind: `DataProblem.kind` for an invalid value."""
+    """A key of a line.
+
+    kind: `DataProblem.kind` for an invalid value. instead: the value that replaces it.
+    """
 
     kind: str
     is_valid: Callable[[Any], bool]
     do: str
+    instead: Any
 
 
 _SIDE = f"Give the image's side in pixels, a whole number from 1 to {MAX_SIDE}."
@@ -113,86 +105,112 @@ _KEYS = {
         "images",
         lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
         'Give a list of paths: "images": ["a.png"].',
+        [],
     ),
-    "width": _Key("width or height", _is_side, _SIDE),
-    "height": _Key("width or height", _is_side, _SIDE),
+    "width": _Key("width or height", is_side, _SIDE, 0),
+    "height": _Key("width or height", is_side, _SIDE, 0),
     "objects": _Key(
         "objects",
         lambda value: isinstance(value, list),
         "Give a list of objects; it may be empty.",
+        [],
     ),
     "metadata": _Key(
         "metadata",
         _is_metadata,
         f"Make it a JSON object, with lists of descriptions for {' and '.join(CATEGORY_LISTS)}.",
+        {},
     ),
 }
 
 
-class Line:
-    """A line of a data file: a sample, or None with problems.
+class DataFile:
+    """A data file as it was read; image files are not opened.
 
-    size: of the image; (0, 0) if it is faulty. boxes: rounded numbers of each object's bounding
-    box, in and out of range.
+    allow_poly: False if the trainer variant supports boxes only (`stage2_two_channel`).
+    lines: number of lines to read; None: all.
+
+    samples: of the valid lines. findings: problems of the others; checks add their own.
+    boxes: of all objects with four numbers or more, also out of range: the sample id, the rounded
+    bounding box, and the size of the image.
+
+    Raises ContractError for a missing, unreadable or empty file, and for one of another format.
     """
 
-    def __init__(self, path: Path, number: int, raw: bytes, allow_poly: bool) -> None:
-        self.sample_id = f"{path}:{number}"
-        self.problems: list[DataProblem] = []
-        self.size = (0, 0)
-        self.boxes: list[Box] = []
-        self._folder = path.parent
-        self._allow_poly = allow_poly
-        self.sample = self._read(raw)
+    def __init__(self, path: Path, *, allow_poly: bool, lines: int | None = None) -> None:
+        require_jsonl(path)
+        self.path = path
+        self.samples: list[Sample] = []
+        self.findings: list[DataProblem] = []
+        self.boxes: list[tuple[str, Box, Size]] = []
+        self._kinds: Sequence[GeometryKind] = ("bbox_2d", "poly") if allow_poly else ("bbox_2d",)
+        for number, raw in enumerate(islice(raw_lines(path), lines), start=1):
+            self._sample_id, before = f"{path}:{number}", len(self.findings)
+            sample = self._read(raw)
+            if sample is not None and len(self.findings) == before:
+                self.samples.append(sample)
+
+    @property
+    def objects(self) -> int:
+        return sum(len(sample.objects) for sample in self.samples)
+
+    def count(self, *, warnings: bool) -> int:
+        return sum(problem.warning == warnings for problem in self.findings)
+
+    def sort_findings(self) -> None:
+        """Sort the findings by line."""
+        self.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
+
+    def valid_samples(self) -> list[Sample]:
+        """Return the samples; raises ContractErrors if there is any problem."""
+        if problems := [each for each in self.findings if not each.warning]:
+            raise capped(str(self.path), problems)
+        return self.samples
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
-        self.problems.append(DataProblem(kind, self.sample_id, found, do))
+        self.findings.append(DataProblem(kind, self._sample_id, found, do))
 
     def _read(self, raw: bytes) -> Sample | None:
-        """Return the sample, or None if there is any problem."""
+        """Return the sample of a line; None, or an incomplete one, after adding a problem."""
         try:
-            record = {"metadata": {}} | parse_line(raw, self.sample_id)
+            record = {"metadata": {}} | parse_line(raw, self._sample_id)
         except DataProblem as problem:
-            self.problems.append(problem)
+            self.findings.append(problem)
             return None
         if unknown := sorted(record.keys() - _KEYS):
             do = 'Use images, width, height and objects; anything else goes under "metadata".'
             self._wrong("unknown key", f"unknown keys {', '.join(map(shown, unknown))}", do)
-        valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
         for key, known in _KEYS.items():
-            if key not in valid:
+            if not known.is_valid(record.get(key)):
                 self._wrong(known.kind, f"{key} is {_value_of(record, key)}", known.do)
-        names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
-        images = tuple((self._folder / name).absolute() for name in names)
-        objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
-        if {"width", "height"} <= valid:
-            self.size = record["width"], record["height"]
-        if self.problems:
-            return None
-        valid_objects = tuple(item for item in objects if item is not None)
-        return Sample(self.sample_id, images, *self.size, valid_objects, record["metadata"])
+                record[key] = known.instead
+        images = tuple((self.path.parent / name).absolute() for name in record["images"])
+        size = record["width"], record["height"]
+        items = enumerate(record["objects"])
+        objects = [self._object(f"objects[{index}]", item, size) for index, item in items]
+        valid = tuple(item for item in objects if item is not None)
+        return Sample(self._sample_id, images, *size, valid, record["metadata"])
 
-    def _object(self, where: str, item: Any) -> GroundTruthObject | None:
+    def _object(self, where: str, item: Any, size: Size) -> GroundTruthObject | None:
         """Return the object, or None after adding a problem."""
         if not isinstance(item, dict):
             do = f'Write {{"desc": ..., {_EXAMPLES["bbox_2d"]}}}.'
             self._wrong("objects", f"{where} is {shown(item)}", do)
             return None
-        shape = self._shape(where, item)
+        shape = self._shape(where, item, size)
         if is_description(desc := item.get("desc")):
             return None if shape is None else GroundTruthObject(normalized(desc), shape)
         do = f"Name the object, e.g. red square, in Unicode text without tokens like {IM_END}."
         self._wrong("description", f"{where}.desc is {_value_of(item, 'desc')}", do)
         return None
 
-    def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
+    def _shape(self, where: str, item: dict[str, Any], size: Size) -> Shape | None:
         keys = sorted(item.keys() - {"desc"})
-        allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self._allow_poly else ("bbox_2d",)
-        kind = next((each for each in allowed if keys == [each]), None)
+        kind = next((each for each in self._kinds if keys == [each]), None)
         if kind is None:
             found = f"{where} has {', '.join(map(shown, keys)) or 'nothing'} beside its desc"
-            only = "" if self._allow_poly else "; this variant trains boxes only"
-            do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
+            only = "; this variant trains boxes only" if len(self._kinds) == 1 else ""
+            do = f"Give exactly one geometry, {' or '.join(self._kinds)}, and nothing else{only}."
             self._wrong("geometry", found, do)
             return None
         values = item[kind]
@@ -200,7 +218,8 @@ class Line:
         coords = tuple(b for b in bins if b is not None)
         if len(coords) == len(bins) >= 4:
             x1, y1, x2, y2 = coords[:4] if kind == "bbox_2d" else bounding_box(Shape(kind, coords))
-            self.boxes.append((x1, y1, x2, y2))
+            if all(size):
+                self.boxes.append((self._sample_id, (x1, y1, x2, y2), size))
             if _well_formed(kind, coords):
                 return Shape(kind, coords)
         found = f"{where}.{kind} is {shown(values)}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from learner.data.checkpoint import Checkpoint
-from learner.data.images import ImageInfo, ImageResult, image_problem, inspect_header, try_inspect
+from learner.data.images import ImageInfo, image_problems, inspect_header, try_inspect
 from learner.data.jsonl import build_messages
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
@@ -39,7 +39,7 @@ class SampleLengths:
     ) -> None:
         self.limits = limits
         self._tokenizer = checkpoint.tokenizer
-        self._rule = checkpoint.image_rule
+        self.rule = checkpoint.image_rule
         self._placeholder = checkpoint.family.placeholder
         self._template = checkpoint.chat_template()
         self._write_answer = write_answer
@@ -58,14 +58,13 @@ class SampleLengths:
         Raises DataProblem for an image that is too narrow for the processor, and for another image
         that cannot be opened.
         """
-        results: list[ImageResult] = [ImageInfo((sample.width, sample.height), reoriented=False)]
-        results += [try_inspect(path, inspect_header) for path in sample.images[1:]]
-        for path, result in zip(sample.images, results, strict=True):
-            problem = image_problem(sample.sample_id, None, path, result, self._rule)
-            if problem is not None:
-                raise problem
-        sizes = (result.size for result in results if isinstance(result, ImageInfo))
-        return sum(self._rule.tokens(*size) or 0 for size in sizes)
+        results = {path: try_inspect(path, inspect_header) for path in sample.images[1:]}
+        results[sample.images[0]] = ImageInfo((sample.width, sample.height), reoriented=False)
+        for problem in image_problems(sample, results, self.rule):
+            raise problem
+        found = (results[path] for path in sample.images)
+        sizes = (result.size for result in found if isinstance(result, ImageInfo))
+        return sum(self.rule.tokens(*size) or 0 for size in sizes)
 
     def prompt(self, sample: Sample) -> int:
         """Return the prompt tokens, image tokens included; raises as `images` does."""

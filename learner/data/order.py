@@ -26,9 +26,8 @@ from learner.data.images import (
     ImageResult,
     ImageRule,
     Watch,
-    image_problem,
-    inspect_all,
-    inspect_header,
+    image_problems,
+    inspect_samples,
     try_inspect,
 )
 from learner.runs.atomic_files import append_line
@@ -88,8 +87,7 @@ def image_faults(
     An image must exist, have a known format and mode, have the size of its line, and an aspect
     ratio that the model's processor accepts.
     """
-    paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
-    results = dict(watch(inspect_all(paths, inspect_header), len(paths)))
+    results = inspect_samples(samples, watch)
     faults = ((sample.sample_id, _fault(sample, results, rule)) for sample in samples)
     return {sample_id: fault for sample_id, fault in faults if fault is not None}
 
@@ -102,12 +100,9 @@ def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
 def _fault(
     sample: Sample, results: Mapping[Path, ImageResult], rule: ImageRule
 ) -> ContractError | None:
-    for path in sample.images:
-        size = (sample.width, sample.height) if path == sample.images[0] else None
-        problem = image_problem(sample.sample_id, size, path, results[path], rule)
-        if problem is not None:
-            do = f"{problem.do.removesuffix('.')}; data.on_bad_sample: skip trains without it"
-            return ContractError(sample.sample_id, problem.found, do)
+    for problem in image_problems(sample, results, rule):
+        do = f"{problem.do.removesuffix('.')}; data.on_bad_sample: skip trains without it"
+        return ContractError(sample.sample_id, problem.found, do)
     return None
 
 

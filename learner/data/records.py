@@ -15,14 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learner.data.jsonl import is_description
+from learner.data.jsonl import Size, is_description
 from learner.types import normalized
 from shared_contracts.strict_model import shown
 
 Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
 Corners = Literal["xyxy", "xywh"]
 Order = Literal["file", "left-to-right", "top-to-bottom"]
-Size = tuple[int, int]
 Id = int | str
 
 
@@ -69,14 +68,18 @@ class Rule(Enum):
 
 
 class Annotation(NamedTuple):
-    """box, polygon: numbers as in the file. fault: the rule that leaves the annotation out."""
+    """box, polygon: numbers as in the file. fault: the rule that leaves the annotation out.
+
+    scale, corners: as the format or the record states them; None: not stated.
+    """
 
     id: Id | None
     image_id: Id | None
     desc: str
     box: Any
     polygon: Sequence[float] | None = None
-    scale: Scale | None = "pixels"
+    scale: Scale | None = None
+    corners: Corners | None = None
     fault: Rule | None = None
 
     @classmethod
@@ -139,9 +142,12 @@ class Account:
 
 @dataclass
 class Source:
-    """folder: base of picture names. corners: order of all boxes; None: not stated."""
+    """folder: base of picture names.
+
+    usual: scale and order of the format for boxes that do not state them; None: inferred.
+    """
 
     folder: Path
     pictures: list[SourceImage]
     account: Account
-    corners: Corners | None = "xywh"
+    usual: tuple[Scale, Corners] | None = None

@@ -19,8 +19,8 @@ from learner.runs.console import tell
 from shared_contracts.cli import describe, printable
 
 if TYPE_CHECKING:  # they load numpy
-    from learner.data.check import FileReport
     from learner.data.conversion import Conversion
+    from learner.data.jsonl import DataFile
 
 # Table width in characters if stdout is not a terminal.
 _PIPE_WIDTH = 160
@@ -93,7 +93,7 @@ def format_problem(problem: DataProblem) -> str:
     return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
-def check_tables(reports: Sequence["FileReport"]) -> Iterator[Table]:
+def check_tables(reports: Sequence["DataFile"]) -> Iterator[Table]:
     """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
     files = []

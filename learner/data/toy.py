@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.data.coco import to_coco, write_document
+from learner.data.coco import json_text, to_coco
 from learner.data.files import write_lines
 from learner.data.jsonl import read_samples
 from learner.data.toy_scenes import WORLDS, SceneObject, WorldName
-from learner.runs.atomic_files import publish_directory
+from learner.runs.atomic_files import publish_directory, publish_text
 from learner.stages.coords import encode_bin
 from shared_contracts.errors import ContractError
 
@@ -84,7 +84,8 @@ def make_data(
                 labels = [_label(o, side, polygons) for o in _labelled(objects, share, rng)]
                 lines.append({"images": [name], "width": side, "height": side, "objects": labels})
             write_lines(jsonl, lines)
-            write_document(to_coco(read_samples(jsonl, allow_poly=polygons), part), coco)
+            samples = read_samples(jsonl, allow_poly=polygons)
+            publish_text(coco, json_text(to_coco(samples, part)))
     return ToyData.under(out)
 
 

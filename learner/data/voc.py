@@ -11,18 +11,18 @@ Pixels count from 1, and `xmax` is inclusive: `xmin` 1 and `xmax` 640 span an im
 import math
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from learner.data.coco import pixel_xywh
 from learner.data.files import read_text
-from learner.data.records import Account, Annotation, Rule, Size, Source, SourceImage
-from learner.runs.atomic_files import publish_directory, writing
+from learner.data.jsonl import Size
+from learner.data.records import Account, Annotation, Rule, Source, SourceImage
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 
+IMAGES = "JPEGImages"
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
 # Text that XML cannot contain, or does not keep.
 NOT_XML = re.compile(r"^\s|\s$|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -34,7 +34,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
     path: the folder that contains `Annotations`, or a folder of XML files. split: name of a list
     in `ImageSets/Main`; None: all XML files.
     """
-    default = path / "JPEGImages"
+    default = path / IMAGES
     folder = images or (default if default.is_dir() else path)
     alike = {p.stem: p.name for p in folder.glob("*") if p.suffix not in (".xml", ".txt")}
     account, pictures = Account(), []
@@ -50,6 +50,8 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
                 file.stem,
                 item.findtext("name", "").strip(),
                 [_number(item, f"bndbox/{edge}") - edge.endswith("min") for edge in _EDGES],
+                scale="pixels",
+                corners="xyxy",
             )
             for index, item in enumerate(root.findall("object"), start=1)
         ]
@@ -58,7 +60,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
         if not os.path.isfile(folder / name):
             name = alike.get(file.stem, name or file.stem)
         pictures.append(SourceImage(file.stem, name, _size(root), annotations))
-    return Source(folder, pictures, account, "xyxy")
+    return Source(folder, pictures, account)
 
 
 def _files(path: Path, split: str | None) -> list[Path]:
@@ -90,27 +92,18 @@ def _number(item: ET.Element, path: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def write_voc(samples: Sequence[Sample], names: Sequence[str], out: Path) -> None:
-    """Publish the folder `out` atomically; polygons become their bounding boxes.
+def voc_texts(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, str]:
+    """Return the text files of a data set by their paths; polygons become their bounding boxes.
 
-    names: file names of the image copies, with distinct stems.
+    names: file names of the images in `IMAGES`, with distinct stems.
     """
-    with writing(out), publish_directory(out) as part:
-        annotations, images, sets = (
-            part / name for name in ("Annotations", "JPEGImages", "ImageSets/Main")
-        )
-        for folder in (annotations, images, sets):
-            folder.mkdir(parents=True)
-        for sample, name in zip(samples, names, strict=True):
-            shutil.copyfile(sample.images[0], images / name)
-            xml = ET.ElementTree(_xml(sample, name))
-            ET.indent(xml)
-            xml.write((annotations / name).with_suffix(".xml"), encoding="utf-8")
-        listed = "".join(f"{Path(name).stem}\n" for name in names)
-        (sets / "train.txt").write_text(listed, encoding="utf-8")
+    texts = {"ImageSets/Main/train.txt": "".join(f"{Path(name).stem}\n" for name in names)}
+    for sample, name in zip(samples, names, strict=True):
+        texts[f"Annotations/{Path(name).stem}.xml"] = _xml(sample, name)
+    return texts
 
 
-def _xml(sample: Sample, name: str) -> ET.Element:
+def _xml(sample: Sample, name: str) -> str:
     root = ET.Element("annotation")
     ET.SubElement(root, "filename").text = name
     size = ET.SubElement(root, "size")
@@ -125,4 +118,5 @@ def _xml(sample: Sample, name: str) -> ET.Element:
         box = ET.SubElement(node, "bndbox")
         for edge, value in zip(_EDGES, (x + 1, y + 1, x + width, y + height), strict=True):
             ET.SubElement(box, edge).text = f"{value:.4f}".rstrip("0").rstrip(".")
-    return root
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode")

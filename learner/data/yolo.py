@@ -10,7 +10,6 @@ image size that could confirm it.
 """
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from learner.config.yaml12 import dump_mapping
+from learner.data.boxes import bounding_xywh
 from learner.data.coco import pixel_xywh
 from learner.data.detection import DATA_YAML
 from learner.data.files import read_text
 from learner.data.jsonl import bounding_box
 from learner.data.records import Account, Annotation, Rule, Source, SourceImage
-from learner.runs.atomic_files import publish_directory, writing
 from learner.stages.coords import decode_bin
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown
 
+IMAGES = "images/train"
 _SPLITS = ("train", "val", "test")
 # Image suffixes of Ultralytics. Images in formats that Rollmatch cannot decode are counted.
 _SUFFIXES = (
@@ -162,36 +162,30 @@ def _annotation(place: str, image: str, line: str, names: dict[int, Any]) -> Ann
             x, y, width, height = values
             box = (x - width / 2, y - height / 2, width, height)
         elif len(values) >= 6 and len(values) % 2 == 0:
-            polygon, xs, ys = values, values[0::2], values[1::2]
-            box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
+            polygon, box = values, bounding_xywh(values)
     fault = None if category in names else Rule.UNKNOWN_CATEGORY
     name = None if fault else names[int(category)]
-    return Annotation.read(place, image, name, box, fault, polygon=polygon, scale="0..1")
+    stated = {"scale": "0..1", "corners": "xywh"}
+    return Annotation.read(place, image, name, box, fault, polygon=polygon, **stated)
 
 
-def write_yolo(samples: Sequence[Sample], names: Sequence[str], out: Path, polygons: bool) -> None:
-    """Publish the folder `out` atomically.
+def yolo_texts(samples: Sequence[Sample], names: Sequence[str], polygons: bool) -> dict[str, str]:
+    """Return the text files of a data set by their paths.
 
-    names: file names of the image copies, with distinct stems.
+    names: file names of the images in `IMAGES`, with distinct stems.
     polygons: write all objects as polygons, else as boxes; Ultralytics does not mix them.
     """
     classes = sorted({o.desc for sample in samples for o in sample.objects})
     numbers = {desc: number for number, desc in enumerate(classes)}
-    with writing(out), publish_directory(out) as part:
-        images, labels = part / "images" / "train", part / "labels" / "train"
-        for folder in (images, labels):
-            folder.mkdir(parents=True)
-        for sample, name in zip(samples, names, strict=True):
-            shutil.copyfile(sample.images[0], images / name)
-            lines = (
-                " ".join([str(numbers[o.desc]), *map(_decimal, _fractions(o.shape, polygons))])
-                for o in sample.objects
-            )
-            text = "".join(f"{line}\n" for line in lines)
-            (labels / name).with_suffix(".txt").write_text(text, encoding="utf-8")
-        # Ultralytics requires `val`.
-        mapping = {"train": "images/train", "val": "images/train", "names": classes}
-        (part / DATA_YAML).write_text(dump_mapping(mapping), encoding="utf-8")
+    # Ultralytics requires `val`.
+    texts = {DATA_YAML: dump_mapping({"train": IMAGES, "val": IMAGES, "names": classes})}
+    for sample, name in zip(samples, names, strict=True):
+        lines = (
+            " ".join([str(numbers[o.desc]), *map(_decimal, _fractions(o.shape, polygons))])
+            for o in sample.objects
+        )
+        texts[f"labels/train/{Path(name).stem}.txt"] = "".join(f"{line}\n" for line in lines)
+    return texts
 
 
 def _fractions(shape: Shape, polygons: bool) -> list[float]:

@@ -22,7 +22,7 @@ from learner.config.training import TrainingConfig
 from learner.data.checkpoint import Checkpoint
 from learner.data.files import capped
 from learner.data.images import Watch
-from learner.data.jsonl import read_samples, scan
+from learner.data.jsonl import DataFile, read_samples
 from learner.data.order import image_faults
 from learner.data.show import watch
 from learner.rollout.colocate import Placement, place
@@ -371,11 +371,11 @@ def check_files(config: Config) -> list[ContractError]:
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
     """Raise ContractErrors about `key` if the first sample of a file is bad."""
     try:
-        problems: list[ContractError] = [*next(scan(file, allow_poly=allow_poly)).problems]
+        DataFile(file, allow_poly=allow_poly, lines=1).valid_samples()
     except ContractError as error:
-        problems = [error]
-    if problems:
-        raise ContractErrors([ContractError(key, f"{e.where}: {e.found}", e.do) for e in problems])
+        raise ContractErrors(
+            [ContractError(key, f"{e.where}: {e.found}", e.do) for e in error.errors]
+        ) from error
 
 
 def generates(config: Config) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from learner.data.check import FileReport, check_files, odd_text
-from learner.data.jsonl import read_samples
+from learner.data.check import check_files, odd_text
+from learner.data.jsonl import DataFile, read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
 from tests.unit.data_files import (
     box,
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.req("DATA-01")
 CAT = box("cat", 10, 20, 300, 400)
 
 
-def check(*paths: Path, lengths: SampleLengths | None = None) -> list[FileReport]:
+def check(*paths: Path, lengths: SampleLengths | None = None) -> list[DataFile]:
     return check_files(paths, allow_poly=False, lengths=lengths, canvas=256, watch=unwatched)
 
 

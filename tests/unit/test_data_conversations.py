@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.data.boxes import Reading, find_reading
+from learner.data.boxes import find_reading
 from learner.data.conversations import read_conversations
 from learner.data.conversion import Conversion, convert
 from learner.data.detection import Format, detect_format
@@ -51,8 +51,8 @@ def converted(
     folder: Path, *records: Any, scale: Scale | None = None, corners: Corners | None = None
 ) -> Conversion:
     file = write_lines(folder / "data.jsonl", *records)
-    read = read_conversations(file, folder, scale, corners)
-    return convert(read, folder / "out.jsonl", unwatched)
+    read = read_conversations(file, folder)
+    return convert(read, folder / "out.jsonl", unwatched, scale=scale, corners=corners)
 
 
 def objects(conversion: Conversion) -> list[tuple[str, list[int]]]:
@@ -96,7 +96,7 @@ def test_every_form_gives_the_same_objects(
     for content in ([record], record):  # a list, and one object
         listed.write_text(json.dumps(content, indent=1))
         assert detect_format(listed) == form
-        assert len(read_conversations(listed, folder, "pixels", None).pictures) == 1
+        assert len(read_conversations(listed, folder).pictures) == 1
         with pytest.raises(ContractError, match=f"this is {form}.*`learner data convert "):
             read_samples(listed, allow_poly=True)
 
@@ -166,8 +166,7 @@ SMALL, LARGE = (300, 200), (3000, 2000)
 def test_scale_and_order_are_found_from_all_boxes(
     boxes: list[Any], size: tuple[int, int], evidence: str
 ) -> None:
-    found = find_reading([(tuple(one), size) for one in boxes], None, None)
-    assert isinstance(found, Reading)
+    found = find_reading([(tuple(one), size) for one in boxes])
     assert evidence in found.evidence
 
 

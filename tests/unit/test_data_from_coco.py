@@ -140,15 +140,16 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
     annotations = [cat(*box, id=n) for n, box in enumerate([*stated, stated[1]])]
     document = {"images": [image(1)], "annotations": annotations, "categories": CATEGORIES}
     annotations[0] |= {"bbox": None, "segmentation": RLE}
-    file = written(folder, document)
-    source = read_coco(file, folder, scale, "xyxy")
-    found = geometries(convert(source, folder / "out.jsonl", unwatched))
+    out = folder / "out.jsonl"
+    source = read_coco(written(folder, document), folder)
+    found = geometries(convert(source, out, unwatched, scale=scale, corners="xyxy"))
     assert found == [BINS, [500, 500, 999, 999], [0, 500, 500, 999], [500, 0, 999, 500]]
     annotations[0] |= {"bbox": stated[0]}
+    source = read_coco(written(folder, document), folder)
     with pytest.raises(ContractError, match="4 of 5 boxes leave their images") as caught:
-        read_coco(written(folder, document), folder, scale)
+        convert(source, out, unwatched, scale=scale)
     assert (caught.value.where, caught.value.found[-9:]) == ("--boxes", "corners 0")
-    assert read_coco(file, folder, scale, "xywh").corners == "xywh"
+    assert convert(source, out, unwatched, scale=scale, corners="xywh").objects == 4
 
 
 def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:
