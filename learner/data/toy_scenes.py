@@ -10,11 +10,12 @@ A box encloses the visible pixels of a shape.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
+from scipy.ndimage import binary_erosion
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -26,69 +27,36 @@ SHAPES = ("rectangle", "triangle")
 DESCRIPTIONS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
 Box = tuple[int, int, int, int]
-Corners = tuple[float, ...]
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class SceneObject:
-    """desc: such as `red triangle`. box: x1, y1, x2, y2 in pixels; x2, y2 exclusive.
-
-    corners: x, y, ... of a triangle in pixels; None for a rectangle and if shapes overlap.
-    """
+class SceneObject(NamedTuple):
+    """desc: such as `red triangle`. box: x1, y1, x2, y2 in pixels; x2, y2 exclusive."""
 
     desc: str
     box: Box
-    corners: Corners | None
+
+    @property
+    def corners(self) -> tuple[float, ...] | None:
+        """x, y, ... of a triangle that no other shape hides; None for a rectangle.
+
+        The first is the middle of the top pixel, the others follow clockwise.
+        """
+        x1, y1, x2, y2 = self.box
+        triangle = ((x1 + x2 - 1) // 2 + 0.5, y1, x2, y2, x1, y2)
+        return triangle if self.desc.endswith("triangle") else None
 
 
 Scene = tuple[Image.Image, list[SceneObject]]
 WorldName = Literal["plain", "distinct", "crowded"]
 
-
-# --- plain
-
+# Of the plain world.
 IMAGE_SIDE = 64
 MAX_OBJECTS = 2
 MIN_OBJECT_SIDE = 18
 MAX_OBJECT_SIDE = 32
 GAP = 2
-
-
-def make_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; objects are listed from left to right."""
-    image = _ground(rng, IMAGE_SIDE)
-    objects = []
-    for box in _place_boxes(rng, int(rng.integers(1, MAX_OBJECTS + 1))):
-        colour = str(rng.choice(list(COLOURS)))
-        shape = str(rng.choice(SHAPES))
-        mask = _shape_mask(shape, box, IMAGE_SIDE)
-        _paint(image, mask, COLOURS[colour])
-        drawn = _mask_box(mask)
-        corners = _triangle(drawn) if shape == "triangle" else None
-        objects.append(SceneObject(f"{colour} {shape}", drawn, corners))
-    objects.sort(key=lambda o: o.box)
-    return image, objects
-
-
-def _place_boxes(rng: np.random.Generator, count: int) -> list[Box]:
-    """Draw `count` boxes at least `GAP` pixels apart; restarts if two are too close."""
-    boxes: list[Box] = []
-    while len(boxes) < count:
-        width, height = (int(v) for v in rng.integers(MIN_OBJECT_SIDE, MAX_OBJECT_SIDE + 1, 2))
-        box = _random_box(rng, width, height, IMAGE_SIDE)
-        boxes = [] if any(_too_close(box, other) for other in boxes) else [*boxes, box]
-    return boxes
-
-
-def _too_close(a: Box, b: Box) -> bool:
-    apart_x = a[2] + GAP <= b[0] or b[2] + GAP <= a[0]
-    apart_y = a[3] + GAP <= b[1] or b[3] + GAP <= a[1]
-    return not (apart_x or apart_y)
-
-
-# --- distinct and crowded
-
+# Of the others.
 CROWDED_SIDE = 128
 FEWEST, MOST = 6, 20
 FEWEST_DISTINCT = 3
@@ -107,16 +75,49 @@ _OUTLINE = (0, 0, 0)
 
 @dataclass
 class _Placed:
-    """whole: all pixels of the shape; seen: the visible ones."""
+    """A shape in its box. whole: all its pixels; seen: the visible ones; (side, side)."""
 
     desc: str
     box: Box
-    whole: Mask
-    seen: Mask
+    side: int
+
+    def __post_init__(self) -> None:
+        canvas = Image.new("1", (self.side, self.side))
+        draw = ImageDraw.Draw(canvas)
+        x1, y1, x2, y2 = self.box[0], self.box[1], self.box[2] - 1, self.box[3] - 1
+        if self.desc.endswith("rectangle"):
+            draw.rectangle((x1, y1, x2, y2), fill=1)
+        else:
+            draw.polygon([((x1 + x2) // 2, y1), (x2, y2), (x1, y2)], fill=1)
+        self.whole: Mask = np.asarray(canvas)
+        self.seen = self.whole
+
+
+def make_scene(rng: np.random.Generator) -> Scene:
+    """Draw a plain scene; objects are listed from left to right.
+
+    All boxes are drawn again if two of them are too close.
+    """
+    grey, count = _grey(rng), int(rng.integers(1, MAX_OBJECTS + 1))
+    boxes: list[Box] = []
+    while len(boxes) < count:
+        width, height = (int(v) for v in rng.integers(MIN_OBJECT_SIDE, MAX_OBJECT_SIDE + 1, 2))
+        box = _random_box(rng, width, height, IMAGE_SIDE)
+        boxes = [*boxes, box] if all(_apart(box, other) for other in boxes) else []
+    placed = []
+    for box in boxes:
+        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        placed.append(_Placed(f"{colour} {shape}", box, IMAGE_SIDE))
+    image, objects = _paint(grey, placed, outline=False)
+    return image, sorted(objects, key=lambda o: o.box)
+
+
+def _apart(a: Box, b: Box) -> bool:
+    return any(a[i + 2] + GAP <= b[i] or b[i + 2] + GAP <= a[i] for i in (0, 1))
 
 
 def make_crowded_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; objects are listed in random order."""
+    """Draw a crowded scene; objects are listed in random order."""
     kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
 
     def candidate(placed: list[_Placed]) -> _Placed:
@@ -128,7 +129,7 @@ def make_crowded_scene(rng: np.random.Generator) -> Scene:
 
 
 def make_distinct_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; objects are listed in random order."""
+    """Draw a distinct scene; objects are listed in random order."""
     kinds = rng.permutation(DESCRIPTIONS).tolist()
     count = int(rng.integers(FEWEST_DISTINCT, len(kinds) + 1))
     return _overlapping(rng, lambda placed: _anywhere(rng, kinds[len(placed)]), count)
@@ -137,27 +138,22 @@ def make_distinct_scene(rng: np.random.Generator) -> Scene:
 def _overlapping(
     rng: np.random.Generator, candidate: Callable[[list[_Placed]], _Placed], count: int
 ) -> Scene:
-    """Draw shapes from bottom to top; rejects candidates that hide or resemble others too much.
-
-    A black outline separates shapes of one colour.
-    """
-    image = _ground(rng, CROWDED_SIDE)
+    """Draw shapes from bottom to top; rejects candidates that hide or resemble others too much."""
+    grey = _grey(rng)
     placed: list[_Placed] = []
     while len(placed) < count:
         new = candidate(placed)
-        left = [(other, other.seen & ~new.whole) for other in placed]
-        if any(seen.sum() < SEEN_SHARE * other.whole.sum() for other, seen in left):
+        left = [other.seen & ~new.whole for other in placed]
+        hidden = (
+            seen.sum() < SEEN_SHARE * other.whole.sum()
+            for other, seen in zip(placed, left, strict=True)
+        )
+        if any(hidden) or any(_alike(other, new) for other in placed):
             continue
-        if any(_alike(other, new) for other in placed):
-            continue
-        for other, seen in left:
+        for other, seen in zip(placed, left, strict=True):
             other.seen = seen
         placed.append(new)
-    for each in placed:
-        colour, _ = each.desc.split()
-        _paint(image, each.whole, _OUTLINE)
-        _paint(image, _inner(each.whole), COLOURS[colour])
-    objects = [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
+    image, objects = _paint(grey, placed, outline=True)
     return image, [objects[i] for i in rng.permutation(len(objects))]
 
 
@@ -168,7 +164,7 @@ def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
     x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
     y = y1 + round(float(rng.uniform(-1.2, 1.2)) * height)
     x, y = (min(max(v, 0), CROWDED_SIDE - size) for v, size in ((x, width), (y, height)))
-    return _on_top(other.desc, (x, y, x + width, y + height))
+    return _Placed(other.desc, (x, y, x + width, y + height), CROWDED_SIDE)
 
 
 def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
@@ -177,33 +173,7 @@ def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
     half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
     sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
     width, height = (int(v) for v in sides.clip(SMALLEST, LARGEST).round())
-    return _on_top(desc, _random_box(rng, width, height, CROWDED_SIDE))
-
-
-def _on_top(desc: str, box: Box) -> _Placed:
-    mask = _shape_mask(desc.split()[1], box, CROWDED_SIDE)
-    return _Placed(desc, box, mask, mask)
-
-
-def _alike(a: _Placed, b: _Placed) -> bool:
-    both = int((a.whole & b.whole).sum())
-    return a.desc == b.desc and both > MOST_ALIKE * int((a.whole | b.whole).sum())
-
-
-def _inner(mask: Mask) -> Mask:
-    """Return the pixels whose four neighbours belong to the shape, too."""
-    padded = np.pad(mask, 1)
-    up, down = padded[:-2, 1:-1], padded[2:, 1:-1]
-    left, right = padded[1:-1, :-2], padded[1:-1, 2:]
-    inner: Mask = mask & up & down & left & right
-    return inner
-
-
-# --- common
-
-
-def _ground(rng: np.random.Generator, side: int) -> Image.Image:
-    return Image.new("RGB", (side, side), (int(rng.integers(0, 64)),) * 3)
+    return _Placed(desc, _random_box(rng, width, height, CROWDED_SIDE), CROWDED_SIDE)
 
 
 def _random_box(rng: np.random.Generator, width: int, height: int, side: int) -> Box:
@@ -212,26 +182,23 @@ def _random_box(rng: np.random.Generator, width: int, height: int, side: int) ->
     return (x, y, x + width, y + height)
 
 
-def _paint(image: Image.Image, mask: Mask, colour: tuple[int, int, int]) -> None:
-    image.paste(colour, mask=Image.fromarray(mask))
+def _alike(a: _Placed, b: _Placed) -> bool:
+    both = int((a.whole & b.whole).sum())
+    return a.desc == b.desc and both > MOST_ALIKE * int((a.whole | b.whole).sum())
 
 
-def _shape_mask(shape: str, box: Box, side: int) -> Mask:
-    """Return the mask of a shape; (side, side)."""
-    canvas = Image.new("1", (side, side))
-    draw = ImageDraw.Draw(canvas)
-    x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1
-    if shape == "rectangle":
-        draw.rectangle((x1, y1, x2, y2), fill=1)
-    else:
-        draw.polygon([((x1 + x2) // 2, y1), (x2, y2), (x1, y2)], fill=1)
-    return np.asarray(canvas)
+def _grey(rng: np.random.Generator) -> int:
+    return int(rng.integers(0, 64))
 
 
-def _triangle(box: Box) -> Corners:
-    """Return the corners of a box's triangle: the middle of the top pixel, then clockwise."""
-    x1, y1, x2, y2 = box
-    return ((x1 + x2 - 1) // 2 + 0.5, y1, x2, y2, x1, y2)
+def _paint(grey: int, placed: list[_Placed], outline: bool) -> Scene:
+    """Paint shapes on a grey ground; a black outline separates shapes of one colour."""
+    image = Image.new("RGB", (placed[0].side,) * 2, (grey,) * 3)
+    for each in placed:
+        inner = binary_erosion(each.whole) if outline else each.whole
+        image.paste(_OUTLINE, mask=Image.fromarray(each.whole))
+        image.paste(COLOURS[each.desc.split()[0]], mask=Image.fromarray(inner))
+    return image, [SceneObject(each.desc, _mask_box(each.seen)) for each in placed]
 
 
 def _mask_box(mask: Mask) -> Box:
