@@ -133,7 +133,7 @@ def convert(
     from learner.data.detection import detect_format
     from learner.data.files import write_lines
     from learner.data.formats import read_other, write_other
-    from learner.data.show import show_account, show_conversion, watch
+    from learner.data.show import show_account, watch
     from learner.runs.atomic_files import require_free, require_new_file
 
     if from_format is None:
@@ -158,18 +158,14 @@ def convert(
     else:
         require_new_file("OUT", out)
     if from_format == "jsonl":
-        samples, account = write_other(
-            source, out, to_format, images or out.parent, geometry, watch
-        )
-        objects = sum(len(sample.objects) for sample in samples)
-        show_account(account, [(len(samples), "images", ""), (objects, "objects", "")])
+        show_account(write_other(source, out, to_format, images or out.parent, geometry, watch))
         typer.echo(f"Data set: {out}")
         return
     if left_out is not None:
         require_new_file("--left-out", left_out)
     read = read_other(source, from_format, images, split)
     conversion = convert(read, out, watch, geometry, order, skip_empty, scale, boxes)
-    show_conversion(conversion)
+    show_account(conversion.account)
     if left_out is not None:
         lines = ({"file": str(source), **each} for each in conversion.account.left_out)
         write_lines(left_out, lines)
@@ -198,7 +194,7 @@ def look(
 ) -> None:
     """Count objects, descriptions, sizes and tokens; show samples on a page."""
     from learner.data.jsonl import read_samples
-    from learner.data.look import sample_subset, samples_of_lines, stats_tables, write_page
+    from learner.data.look import choose_samples, stats_tables, write_page
     from learner.data.show import print_tables
     from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
@@ -212,10 +208,7 @@ def look(
             found = f"given with {len(paths)} data files"
             raise ContractError("--out", found, "Name one data file.")
     all_samples = [s for file in paths for s in read_samples(file, allow_poly=True)]
-    if lines is None:
-        chosen = sample_subset(all_samples, samples or 16, seed)
-    else:
-        chosen = samples_of_lines(all_samples, lines)
+    chosen = choose_samples(all_samples, lines, samples or 16, seed)
     lengths = None if run is None else lengths_of_run(run)
     print_tables(list(stats_tables(all_samples, lengths, top)))
     if out is None:

@@ -6,9 +6,8 @@ write_records    publishes the lines
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.boxes import Reading, find_reading
@@ -44,18 +43,11 @@ Stated = tuple[Scale | None, Corners | None]
 Readings = dict[Stated, Reading]
 
 
-@dataclass
-class Conversion:
-    """records: lines of the data file. images, annotations: counts of the source.
+class Conversion(NamedTuple):
+    """records: lines of the data file. account: of changes and omissions."""
 
-    evidence: the inferred reading of box numbers, if the source does not state it.
-    """
-
+    records: list[dict[str, Any]]
     account: Account
-    images: int
-    annotations: int
-    evidence: str
-    records: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def objects(self) -> int:
@@ -84,9 +76,9 @@ def convert(
     account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
     results = [result for _, result in watch(inspect_all(paths, inspect_header), len(paths))]
-    readings, evidence = _readings(source, pictures, results, scale, corners)
+    readings = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
-    conversion = Conversion(account, len(pictures), annotations, evidence)
+    conversion = Conversion([], account)
     for picture, path, result in zip(pictures, paths, results, strict=True):
         fault = _fault(picture, path, result)
         if fault is not None:
@@ -107,6 +99,10 @@ def convert(
             objects.sort(key=lambda item: [bounding_box(item.shape)[axis] for axis in axes])
         if objects or not skip_empty:
             conversion.records.append(_record(picture, path, result.size, objects, out))
+    account.totals = [
+        (len(pictures), "images", f"{len(conversion.records)} lines"),
+        (annotations, "annotations", f"{conversion.objects} objects"),
+    ]
     return conversion
 
 
@@ -133,8 +129,8 @@ def _readings(
     results: Sequence[ImageResult],
     scale: Scale | None,
     corners: Corners | None,
-) -> tuple[Readings, str]:
-    """Return the reading of boxes by what they state, and the evidence for it."""
+) -> Readings:
+    """Return the reading of boxes by what they state; the account gets its evidence."""
     boxes: dict[Stated, list[tuple[Any, Size | None]]] = {}
     for picture, result in zip(pictures, results, strict=True):
         size = result.size if isinstance(result, ImageInfo) else picture.size
@@ -146,9 +142,12 @@ def _readings(
         for stated, known in boxes.items()
     }
     evidence = (
-        f"{len(boxes[each])} boxes: {r.evidence}" for each, r in readings.items() if r.evidence
+        f"{len(boxes[stated])} boxes: {reading.evidence}"
+        for stated, reading in readings.items()
+        if reading.evidence
     )
-    return readings, "; ".join(evidence)
+    source.account.evidence = "; ".join(evidence)
+    return readings
 
 
 def _fault(picture: SourceImage, path: Path, result: ImageResult) -> Rule | None:
@@ -250,11 +249,9 @@ def write_records(conversion: Conversion, out: Path) -> None:
     if not conversion.records:
         do = "See in the table why each was left out; --images states where image names start."
         raise ContractError(str(out), "no image is left to write", do)
-    if conversion.annotations and not conversion.objects:
-        raise ContractError(
-            str(out),
-            f"no object came of {conversion.annotations} annotations",
-            "See in the table why each was left out; ids of images and categories must be equal, "
-            'and "1" is not 1.',
-        )
+    if conversion.account.left_out and not conversion.objects:
+        found = f"no object came of {len(conversion.account.left_out)} annotations"
+        do = "See in the table why each was left out; ids of images and categories must be equal, "
+        do += 'and "1" is not 1.'
+        raise ContractError(str(out), found, do)
     write_lines(out, conversion.records)

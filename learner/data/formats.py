@@ -40,8 +40,8 @@ def read_other(
 
 def write_other(
     source: Path, out: Path, form: OutFormat, images: Path, geometry: GeometryKind, watch: Watch
-) -> tuple[list[Sample], Account]:
-    """Write a data file in another format; return its samples, which have one image each.
+) -> Account:
+    """Write a data file, with one image a sample, in another format; return the account.
 
     images: base of image names; yolo and voc get copies of the images.
 
@@ -76,7 +76,8 @@ def write_other(
             text = json_text((to_lvis if form == "lvis" else to_coco)(samples, images))
         out.parent.mkdir(parents=True, exist_ok=True)
         publish_text(out, text)
-    return samples, account
+    account.totals = [(len(samples), "images", ""), (file.objects, "objects", "")]
+    return account
 
 
 def _publish_folder(

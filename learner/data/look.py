@@ -1,21 +1,17 @@
 """What `learner data look` shows: tables of counts, and a page of samples.
 
-The page has upright images, with objects drawn over them as SVG.
-
-A description has one of the seven Okabe-Ito colours, the same on every image; colour-blind readers
-can distinguish these. The page needs no network.
+The page has upright images, with objects drawn over them as SVG. It needs no network.
 """
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from learner.data.images import UnreadableImage, open_upright
@@ -29,46 +25,36 @@ from shared_contracts.errors import ContractError
 
 # Longest side of an image on the page, in pixels.
 MAX_SIDE = 1600
-# Colour of a description -> colour of text on it.
-PALETTE = {
-    "#E69F00": "black",
-    "#56B4E9": "black",
-    "#009E73": "black",
-    "#F0E442": "black",
-    "#0072B2": "white",
-    "#D55E00": "black",
-    "#CC79A7": "black",
-}
-
-FloatArray = npt.NDArray[np.float64]
+# Colours by Okabe and Ito that colour-blind readers can distinguish; black text is legible on them.
+PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7")
 
 _IMAGE_SIZES = 5
-_NONE = "-"
 
 
 def colour_of(description: str) -> str:
-    """Return the palette colour of a description."""
-    return list(PALETTE)[zlib.crc32(description.encode()) % len(PALETTE)]
+    """Return the palette colour of a description, the same on every image."""
+    return PALETTE[zlib.crc32(description.encode()) % len(PALETTE)]
 
 
-def sample_subset(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
-    """Return `count` random samples (all if there are fewer), in file order."""
-    chosen = Random(seed).sample(range(len(samples)), min(count, len(samples)))
-    return [samples[index] for index in sorted(chosen)]
+def choose_samples(
+    samples: Sequence[Sample], lines: str | None, count: int, seed: int
+) -> list[Sample]:
+    """Return the samples of lines such as `3,17`, counted from 1; else `count` random ones.
 
-
-def samples_of_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
-    """Return the samples of lines such as `3,17`, counted from 1.
+    Random samples are in file order; all are returned if there are fewer than `count`.
 
     Raises ContractError for a line that does not exist.
     """
-    chosen = {}
-    for line in map(str.strip, lines.split(",")):
-        if not (line.isascii() and line.isdecimal() and 1 <= int(line) <= len(samples)):
+    if lines is None:
+        chosen = Random(seed).sample(range(len(samples)), min(count, len(samples)))
+        return [samples[index] for index in sorted(chosen)]
+    known = {str(number): sample for number, sample in enumerate(samples, start=1)}
+    named = dict.fromkeys(map(str.strip, lines.split(",")))
+    for line in named:
+        if line not in known:
             do = f"Give lines from 1 to {len(samples)}, e.g. 3,17."
             raise ContractError("--lines", f"there is no line {line!r}", do)
-        chosen[int(line)] = samples[int(line) - 1]
-    return list(chosen.values())
+    return [known[line] for line in named]
 
 
 def write_page(samples: Sequence[Sample], out: Path) -> None:
@@ -112,15 +98,13 @@ def picture_name(sample: Sample) -> str:
 def _drawn(item: GroundTruthObject) -> dict[str, Any]:
     left, top, right, bottom = bounding_box(item.shape)
     corners = (left, top, right, top, right, bottom, left, bottom)
-    plate = colour_of(item.desc)
     return {
         "desc": item.desc,
         "coords": item.shape.coords,
         "outline": corners if item.shape.kind == "bbox_2d" else item.shape.coords,
         "left": f"{left / MAX_BIN:.1%}",
         "top": f"{top / MAX_BIN:.1%}",
-        "plate": plate,
-        "ink": PALETTE[plate],
+        "plate": colour_of(item.desc),
     }
 
 
@@ -135,52 +119,45 @@ def stats_tables(
     """
     every = [item for sample in samples for item in sample.objects]
     kinds = Counter(item.shape.kind for item in every)
-    columns = ["#samples", "#images", "#objects", "#boxes", "#polygons", "#no object"]
-    counts = (
-        len(samples),
-        sum(len(sample.images) for sample in samples),
-        len(every),
-        kinds["bbox_2d"],
-        kinds["poly"],
-    )
+    images = sum(len(sample.images) for sample in samples)
+    counts = map(str, (len(samples), images, len(every), kinds["bbox_2d"], kinds["poly"]))
     without = _of(sum(not sample.objects for sample in samples), len(samples))
-    yield Table("", columns, [[*map(str, counts), without]])
+    columns = ["#samples", "#images", "#objects", "#boxes", "#polygons", "#no object"]
+    yield Table("", columns, [[*counts, without]])
     if every:
-        descriptions = Counter(item.desc for item in every)
-        columns = ["#objects", "#share", "description"]
-        yield Table(f"{len(descriptions)} descriptions", columns, _ranked(descriptions, top))
-    sizes = Counter(f"{sample.width}x{sample.height}" for sample in samples)
-    columns = ["#samples", "#share", "pixels"]
-    yield Table(f"{len(sizes)} image sizes", columns, _ranked(sizes, _IMAGE_SIZES))
+        yield _ranked("descriptions", "#objects", "description", (o.desc for o in every), top)
+    sizes = (f"{sample.width}x{sample.height}" for sample in samples)
+    yield _ranked("image sizes", "#samples", "pixels", sizes, _IMAGE_SIZES)
     if lengths is not None:
         yield _tokens(samples, lengths)
 
 
-def _ranked(counts: Counter[str], top: int) -> list[list[str]]:
-    listed = counts.most_common(top)
-    if rest := counts.total() - sum(count for _, count in listed):
+def _ranked(title: str, counted: str, named: str, values: Iterable[str], top: int) -> Table:
+    """Return a table of the `top` most frequent values."""
+    counts = Counter(values)
+    listed, total = counts.most_common(top), counts.total()
+    if rest := total - sum(count for _, count in listed):
         listed.append((f"({len(counts) - len(listed)} others)", rest))
-    return [[str(count), fraction(count, counts.total()), name] for name, count in listed]
+    rows = [[str(count), fraction(count, total), name] for name, count in listed]
+    return Table(f"{len(counts)} {title}", [counted, "#share", named], rows)
 
 
 def _tokens(samples: Sequence[Sample], lengths: SampleLengths) -> Table:
-    target = _measured(lengths.target, samples)
-    prompt = _measured(lengths.prompt, samples)
+    def measured(measure: Callable[[Sample], int]) -> Any:
+        return np.array([measure(sample) for sample in samples])
+
+    target, prompt, limits = measured(lengths.target), measured(lengths.prompt), lengths.limits
     rows = []
     for name, values, limit in (
-        ("target", target, lengths.limits.answer),
-        ("images", _measured(lengths.images, samples), None),
+        ("target", target, limits.answer),
+        ("images", measured(lengths.images), None),
         ("prompt with images", prompt, None),
-        ("prompt and target", prompt + target, lengths.limits.pack),
+        ("prompt and target", prompt + target, limits.pack),
     ):
         numbers = (f"{v:.0f}" for v in np.percentile(values, (50, 95, 100)))
-        over = _NONE if limit is None else _of(int((values > limit).sum()), len(values))
-        rows.append([name, *numbers, _NONE if limit is None else str(limit), over])
+        over = "-" if limit is None else _of(int((values > limit).sum()), len(values))
+        rows.append([name, *numbers, "-" if limit is None else str(limit), over])
     return Table("Tokens of a sample", ("", "#p50", "#p95", "#max", "#limit", "#over it"), rows)
-
-
-def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> FloatArray:
-    return np.array([measure(sample) for sample in samples], dtype=np.float64)
 
 
 def _of(count: int, total: int) -> str:

@@ -120,11 +120,14 @@ class Account:
     """counts: images or annotations by rule. first: the first example of each rule.
 
     left_out: a record with its reason for each annotation that became no object.
+    totals: each count, of what, and what it became. evidence: for the inferred reading of boxes.
     """
 
     counts: Counter[Rule] = field(default_factory=Counter)
     first: dict[Rule, str] = field(default_factory=dict)
     left_out: list[dict[str, Any]] = field(default_factory=list)
+    totals: list[tuple[int, str, str]] = field(default_factory=list)
+    evidence: str = ""
 
     def note(self, rule: Rule, about: object, times: int = 1) -> None:
         if times:

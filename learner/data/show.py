@@ -18,8 +18,7 @@ from learner.data.records import Account, Rule
 from learner.runs.console import tell
 from shared_contracts.cli import describe, printable
 
-if TYPE_CHECKING:  # they load numpy
-    from learner.data.conversion import Conversion
+if TYPE_CHECKING:  # it loads numpy
     from learner.data.jsonl import DataFile
 
 # Table width in characters if stdout is not a terminal.
@@ -110,19 +109,13 @@ def check_tables(reports: Sequence["DataFile"]) -> Iterator[Table]:
         yield Table("", ("#times", "", "found"), rows)
 
 
-def show_conversion(conversion: "Conversion", title: str = "") -> None:
-    """Print counts of images and annotations, titled with the evidence for the box reading."""
-    lines, objects = f"{len(conversion.records)} lines", f"{conversion.objects} objects"
-    rows = (conversion.images, "images", lines), (conversion.annotations, "annotations", objects)
-    show_account(conversion.account, rows, ": ".join(filter(None, (title, conversion.evidence))))
-
-
-def show_account(account: Account, rows: Sequence[tuple[int, str, str]], title: str = "") -> None:
-    """Print `rows` (count, thing, result), then the changes and omissions of an account."""
-    cells = [[str(count), what, became] for count, what, became in rows]
+def show_account(account: Account, title: str = "") -> None:
+    """Print the totals of an account, then its changes and omissions with their first examples."""
+    cells = [[str(count), what, became] for count, what, became in account.totals]
     cells += [
         [str(count), rule.what, rule.done, account.first[rule]]
         for rule in Rule
         if (count := account.counts[rule])
     ]
+    title = ": ".join(filter(None, (title, account.evidence)))
     print_tables([Table(title, ("#count", "what", "became", "the first"), cells)])

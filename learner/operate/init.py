@@ -34,7 +34,7 @@ from learner.data.conversion import convert, write_records
 from learner.data.detection import detect_format
 from learner.data.files import capped
 from learner.data.formats import read_other
-from learner.data.show import check_tables, print_tables, show_conversion, watch
+from learner.data.show import check_tables, print_tables, show_account, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters
@@ -274,7 +274,7 @@ def as_data_file(option: str, source: Path, out: Path) -> Path:
                 raise
             read = read_other(source, form, split=out.stem)
         conversion = convert(read, out, watch)
-        show_conversion(conversion, f"{source} is {form}")
+        show_account(conversion.account, f"{source} is {form}")
         write_records(conversion, out)
     except ContractError as error:
         own = " ".join(f"{each.do.removesuffix('.')}." for each in error.errors)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.data.look import colour_of, picture_name, sample_subset, stats_tables, write_page
+from learner.data.look import choose_samples, colour_of, picture_name, stats_tables, write_page
 from learner.data.toy import ToyData
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -33,10 +33,10 @@ def names(samples: list[Sample]) -> list[int]:
 
 
 def test_a_seed_chooses_the_same_samples_in_the_order_of_the_file(samples: list[Sample]) -> None:
-    chosen = names(sample_subset(samples, 4, seed=1))
-    assert chosen == names(sample_subset(samples, 4, seed=1)) == sorted(set(chosen))
-    assert len({tuple(names(sample_subset(samples, 4, seed))) for seed in range(9)}) > 1
-    assert names(sample_subset(samples, 99, seed=0)) == list(range(1, 11))
+    chosen = names(choose_samples(samples, None, 4, seed=1))
+    assert chosen == names(choose_samples(samples, None, 4, seed=1)) == sorted(set(chosen))
+    assert len({tuple(names(choose_samples(samples, None, 4, seed))) for seed in range(9)}) > 1
+    assert names(choose_samples(samples, None, 99, seed=0)) == list(range(1, 11))
 
 
 class _Page(HTMLParser):
