@@ -26,7 +26,6 @@ from learner.data.images import (
     UnreadableImage,
     Watch,
     image_problems,
-    inspect_image,
     inspect_samples,
 )
 from learner.data.jsonl import MAX_BIN, Box, DataFile, Size
@@ -68,7 +67,7 @@ def check_files(
     """
     files = [DataFile(path, allow_poly=allow_poly) for path in paths]
     samples = [sample for file in files for sample in file.samples]
-    results = inspect_samples(samples, watch, inspect_image)
+    results = inspect_samples(samples, watch, decode=True)
     rule = None if lengths is None else lengths.rule
     first_use: dict[bytes, Sample] = {}
     for file in files:

@@ -18,7 +18,6 @@ from learner.data.images import (
     UnreadableImage,
     Watch,
     inspect_all,
-    inspect_header,
 )
 from learner.data.jsonl import Size, bounding_box
 from learner.data.records import (
@@ -75,7 +74,7 @@ def convert(
     """
     account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
-    results = [result for _, result in watch(inspect_all(paths, inspect_header), len(paths))]
+    results = [result for _, result in watch(inspect_all(paths), len(paths))]
     readings = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion = Conversion([], account)

@@ -8,12 +8,10 @@ import io
 import os
 import struct
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,6 +26,8 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
 _TRANSPOSED = (5, 6, 7, 8)
 _REORIENTED = (2, 3, 4, *_TRANSPOSED)
+# Images that threads are given at a time.
+_AT_ONCE = 1000
 # PNG chunks that may hold an orientation.
 _ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
@@ -67,13 +67,11 @@ class ImageRule(Protocol):
 
 
 def inspect_samples(
-    samples: Iterable[Sample],
-    watch: Watch,
-    inspect: Callable[[Path], ImageInfo] | None = None,
+    samples: Iterable[Sample], watch: Watch, *, decode: bool = False
 ) -> dict[Path, ImageResult]:
-    """Return the result of each image of samples. inspect: `inspect_header` by default."""
+    """Return the result of each image of samples, as `inspect_image` does."""
     paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
-    return dict(watch(inspect_all(paths, inspect or inspect_header), len(paths)))
+    return dict(watch(inspect_all(paths, decode=decode), len(paths)))
 
 
 def image_problems(
@@ -108,30 +106,37 @@ def image_problems(
         yield DataProblem(kind, sample.sample_id, found, do)
 
 
-def open_upright(path: Path) -> Image.Image:
-    """Decode an image; raises UnreadableImage."""
-    return _upright(path)
-
-
-def upright(content: bytes) -> Image.Image:
-    """Decode the bytes of an image file; raises UnreadableImage."""
-    return _upright(io.BytesIO(content))
-
-
-def _upright(file: Path | io.BytesIO) -> Image.Image:
+def open_upright(file: Path | io.BytesIO) -> Image.Image:
+    """Decode an image file; raises UnreadableImage."""
     with _opened(file) as image:
         return as_rgb(ImageOps.exif_transpose(image))
 
 
-def inspect_header(path: Path) -> ImageInfo:
-    """Read the header of an image and no pixels; raises UnreadableImage."""
-    with _opened(path) as image:
-        # PngImageFile.getexif decodes the pixels, as EXIF may follow them.
-        header_only = image.format == "PNG" and not _has_metadata_after_pixels(path)
-        exif = Image.Image.getexif(image) if header_only else image.getexif()
-        orientation = exif.get(ExifTags.Base.Orientation, 1)
-        size = image.size[::-1] if orientation in _TRANSPOSED else image.size
-        return ImageInfo(size, orientation in _REORIENTED)
+def inspect_image(path: Path, *, decode: bool = False) -> ImageResult:
+    """Return what the header of an image shows; its pixels are read only to `decode` it."""
+    digest = b""
+    try:
+        if decode:
+            open_upright(path)
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
+        with _opened(path) as image:
+            # PngImageFile.getexif decodes the pixels, as EXIF may follow them.
+            header_only = image.format == "PNG" and not _has_metadata_after_pixels(path)
+            exif = Image.Image.getexif(image) if header_only else image.getexif()
+            orientation = exif.get(ExifTags.Base.Orientation, 1)
+            size = image.size[::-1] if orientation in _TRANSPOSED else image.size
+            return ImageInfo(size, orientation in _REORIENTED, digest)
+    except UnreadableImage as error:
+        return error
+
+
+def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> ImageResults:
+    """Inspect images in threads; yield results in the order of `paths`."""
+    inspect = partial(inspect_image, decode=decode)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(0, len(paths), _AT_ONCE):
+            some = paths[start : start + _AT_ONCE]
+            yield from zip(some, pool.map(inspect, some), strict=True)
 
 
 def _has_metadata_after_pixels(png: Path) -> bool:
@@ -146,38 +151,6 @@ def _has_metadata_after_pixels(png: Path) -> bool:
                 return True
             file.seek(length + len(b"CRC."), os.SEEK_CUR)
     return False
-
-
-def inspect_image(path: Path) -> ImageInfo:
-    """Decode an image and keep none of its pixels; raises UnreadableImage."""
-    open_upright(path)
-    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
-    return inspect_header(path)._replace(digest=digest)
-
-
-def try_inspect(path: Path, inspect: Callable[[Path], ImageInfo] = inspect_image) -> ImageResult:
-    """Return the result of `inspect`, or its UnreadableImage."""
-    try:
-        return inspect(path)
-    except UnreadableImage as error:
-        return error
-
-
-def inspect_all(
-    paths: Sequence[Path], inspect: Callable[[Path], ImageInfo] = inspect_image
-) -> ImageResults:
-    """Inspect images in threads; yield results in the order of `paths`."""
-    outcome = partial(try_inspect, inspect=inspect)
-    workers = os.cpu_count() or 1
-    remaining = iter(paths)
-    with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[tuple[Path, Future[ImageResult]]] = deque(
-            (path, pool.submit(outcome, path)) for path in islice(remaining, 4 * workers)
-        )
-        while ahead:
-            path, future = ahead.popleft()
-            yield path, future.result()
-            ahead.extend((path, pool.submit(outcome, path)) for path in islice(remaining, 1))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from learner.data.checkpoint import Checkpoint
-from learner.data.images import ImageInfo, image_problems, inspect_header, try_inspect
+from learner.data.images import ImageInfo, image_problems, inspect_image
 from learner.data.jsonl import build_messages
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
@@ -58,13 +58,12 @@ class SampleLengths:
         Raises DataProblem for an image that is too narrow for the processor, and for another image
         that cannot be opened.
         """
-        results = {path: try_inspect(path, inspect_header) for path in sample.images[1:]}
+        results = {path: inspect_image(path) for path in sample.images[1:]}
         results[sample.images[0]] = ImageInfo((sample.width, sample.height), reoriented=False)
         for problem in image_problems(sample, results, self.rule):
             raise problem
-        found = (results[path] for path in sample.images)
-        sizes = (result.size for result in found if isinstance(result, ImageInfo))
-        return sum(self.rule.tokens(*size) or 0 for size in sizes)
+        found = [results[path] for path in sample.images]
+        return sum(self.rule.tokens(*r.size) or 0 for r in found if isinstance(r, ImageInfo))
 
     def prompt(self, sample: Sample) -> int:
         """Return the prompt tokens, image tokens included; raises as `images` does."""

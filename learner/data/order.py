@@ -27,8 +27,8 @@ from learner.data.images import (
     ImageRule,
     Watch,
     image_problems,
+    inspect_image,
     inspect_samples,
-    try_inspect,
 )
 from learner.runs.atomic_files import append_line
 from learner.types import Sample
@@ -94,7 +94,7 @@ def image_faults(
 
 def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
     """Return the fault of a sample's images, or None; decodes them."""
-    return _fault(sample, {path: try_inspect(path) for path in sample.images}, rule)
+    return _fault(sample, {path: inspect_image(path, decode=True) for path in sample.images}, rule)
 
 
 def _fault(

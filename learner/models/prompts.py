@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from learner.data.images import UnreadableImage, open_upright, upright
+from learner.data.images import UnreadableImage, open_upright
 from learner.data.jsonl import build_request
 from learner.types import Sample
 from shared_contracts.errors import ContractError
@@ -183,7 +184,7 @@ def _opened(source: str, uuid: str | None) -> Image.Image:
     is_data = source.startswith("data:")
     try:
         if is_data:
-            return upright(base64.b64decode(source.partition(",")[2]))
+            return open_upright(BytesIO(base64.b64decode(source.partition(",")[2])))
         return open_upright(Path(source))
     except UnreadableImage as error:
         name = "in a data URL" if is_data else source

@@ -13,11 +13,10 @@ from PIL import Image
 from vllm.multimodal.image import convert_image_mode
 
 from learner.data.images import (
+    ImageInfo,
     UnreadableImage,
-    inspect_header,
     inspect_image,
     open_upright,
-    upright,
 )
 from rollout_server.runtime.refusals import BadRequest
 from rollout_server.serving.media import ImageSource, decode_image
@@ -66,7 +65,7 @@ def servers(content: bytes) -> Image.Image:
 
 def seen(content: bytes) -> Pixels:
     """The pixels of a file, height x width x 3; both sides must agree."""
-    ours, theirs = upright(content), servers(content)
+    ours, theirs = open_upright(io.BytesIO(content)), servers(content)
     assert (ours.mode, theirs.mode) == ("RGB", "RGB")
     assert ours.tobytes() == theirs.tobytes()
     assert ours.size == theirs.size
@@ -138,10 +137,10 @@ def test_16_bits_with_a_transparent_colour_are_refused(
     path = tmp_path / "image"
     path.write_bytes(content)
     why = f"has 16 bits a value and the transparent colour {shown}"
-    for look in (open_upright, inspect_image, inspect_header):
-        with pytest.raises(UnreadableImage) as ours:
-            look(path)
-        assert str(ours.value) == why
+    with pytest.raises(UnreadableImage) as ours:
+        open_upright(path)
+    refusals = (ours.value, inspect_image(path), inspect_image(path, decode=True))
+    assert [str(each) for each in refusals] == [why] * 3
     with pytest.raises(BadRequest) as theirs:
         servers(content)
     assert (theirs.value.where, theirs.value.found) == ("images[0]", f"the image {why}")
@@ -184,5 +183,8 @@ def test_png_header_shows_the_size_of_the_upright_image(
     assert seen(content).shape == (16, 8, 3)
     path = tmp_path / "image.png"
     path.write_bytes(content)
-    assert inspect_header(path)[:2] == inspect_image(path)[:2] == ((8, 16), True)
+    for decode in (False, True):
+        found = inspect_image(path, decode=decode)
+        assert isinstance(found, ImageInfo)
+        assert found[:2] == ((8, 16), True)
     assert open_upright(path).size == (8, 16)
