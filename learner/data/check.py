@@ -28,7 +28,7 @@ from learner.data.images import (
     image_problems,
     inspect_samples,
 )
-from learner.data.jsonl import MAX_BIN, Box, DataFile, Size
+from learner.data.jsonl import MAX_BIN, Box, DataFile, Size, line_of
 from learner.data.lengths import SampleLengths
 from learner.data.records import Scale
 from learner.stages.matching import covers_a_pixel
@@ -80,7 +80,7 @@ def check_files(
                 file.findings += _of_lengths(sample, lengths)
             file.findings += image_problems(sample, results, rule)
             file.findings += _of_same_images(sample, results, first_use, own)
-        file.sort_findings()
+        file.findings.sort(key=line_of)
     return files
 
 

@@ -63,7 +63,6 @@ def write_other(
             account.note(Rule.BOXES if polygons else Rule.POLYGONS, sample.sample_id, others)
     if form in ("yolo", "voc"):
         file.findings += _name_faults(file.samples, names, xml=form == "voc")
-    file.sort_findings()
     samples = file.valid_samples()
     if form == "yolo":
         _publish_folder(out, samples, names, yolo.IMAGES, yolo.yolo_texts(samples, names, polygons))

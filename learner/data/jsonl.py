@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from learner.data.detection import require_jsonl
 from learner.data.files import DataProblem, capped, parse_line, raw_lines
@@ -34,6 +34,7 @@ from learner.types import (
     Shape,
     normalized,
 )
+from shared_contracts.errors import ContractError
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
 from shared_contracts.strict_model import shown
 
@@ -87,41 +88,31 @@ def _is_metadata(value: Any) -> bool:
     return all(isinstance(names, list) and all(map(is_description, names)) for names in lists)
 
 
-class _Key(NamedTuple):
-    """A key of a line.
-
-    kind: `DataProblem.kind` for an invalid value. instead: the value that replaces it.
-    """
-
-    kind: str
-    is_valid: Callable[[Any], bool]
-    do: str
-    instead: Any
-
-
 _SIDE = f"Give the image's side in pixels, a whole number from 1 to {MAX_SIDE}."
-_KEYS = {
-    "images": _Key(
+_METADATA = f"with lists of descriptions for {' and '.join(CATEGORY_LISTS)}."
+# Key of a line -> the kind of its problem, its test, what replaces an invalid value, the remedy.
+_KEYS: dict[str, tuple[str, Callable[[Any], bool], Any, str]] = {
+    "images": (
         "images",
         lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
-        'Give a list of paths: "images": ["a.png"].',
         [],
+        'Give a list of paths: "images": ["a.png"].',
     ),
-    "width": _Key("width or height", is_side, _SIDE, 0),
-    "height": _Key("width or height", is_side, _SIDE, 0),
-    "objects": _Key(
+    "width": ("width or height", is_side, 0, _SIDE),
+    "height": ("width or height", is_side, 0, _SIDE),
+    "objects": (
         "objects",
         lambda value: isinstance(value, list),
-        "Give a list of objects; it may be empty.",
         [],
+        "Give a list of objects; it may be empty.",
     ),
-    "metadata": _Key(
-        "metadata",
-        _is_metadata,
-        f"Make it a JSON object, with lists of descriptions for {' and '.join(CATEGORY_LISTS)}.",
-        {},
-    ),
+    "metadata": ("metadata", _is_metadata, {}, f"Make it a JSON object, {_METADATA}"),
 }
+
+
+def line_of(problem: ContractError) -> int:
+    """Return the number of a problem's line."""
+    return int(problem.where.rpartition(":")[2])
 
 
 class DataFile:
@@ -154,17 +145,10 @@ class DataFile:
     def objects(self) -> int:
         return sum(len(sample.objects) for sample in self.samples)
 
-    def count(self, *, warnings: bool) -> int:
-        return sum(problem.warning == warnings for problem in self.findings)
-
-    def sort_findings(self) -> None:
-        """Sort the findings by line."""
-        self.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
-
     def valid_samples(self) -> list[Sample]:
-        """Return the samples; raises ContractErrors if there is any problem."""
-        if problems := [each for each in self.findings if not each.warning]:
-            raise capped(str(self.path), problems)
+        """Return the samples; raises ContractErrors if there is any finding, in line order."""
+        if self.findings:
+            raise capped(str(self.path), sorted(self.findings, key=line_of))
         return self.samples
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
@@ -180,10 +164,10 @@ class DataFile:
         if unknown := sorted(record.keys() - _KEYS):
             do = 'Use images, width, height and objects; anything else goes under "metadata".'
             self._wrong("unknown key", f"unknown keys {', '.join(map(shown, unknown))}", do)
-        for key, known in _KEYS.items():
-            if not known.is_valid(record.get(key)):
-                self._wrong(known.kind, f"{key} is {_value_of(record, key)}", known.do)
-                record[key] = known.instead
+        for key, (kind, is_valid, instead, do) in _KEYS.items():
+            if not is_valid(record.get(key)):
+                self._wrong(kind, f"{key} is {_value_of(record, key)}", do)
+                record[key] = instead
         images = tuple((self.path.parent / name).absolute() for name in record["images"])
         size = record["width"], record["height"]
         items = enumerate(record["objects"])
@@ -244,11 +228,11 @@ def _as_bin(value: Any) -> int | None:
 
 
 def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
-    if not all(0 <= k <= MAX_BIN for k in coords):
-        return False
     if kind == "poly":
-        return len(coords) >= 6 and len(coords) % 2 == 0
-    return len(coords) == 4 and coords[0] <= coords[2] and coords[1] <= coords[3]
+        fits = len(coords) >= 6 and len(coords) % 2 == 0
+    else:
+        fits = len(coords) == 4 and coords[0] <= coords[2] and coords[1] <= coords[3]
+    return fits and all(0 <= k <= MAX_BIN for k in coords)
 
 
 def build_messages(sample: Sample, prompt: str, system: str | None) -> list[Message]:

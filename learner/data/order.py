@@ -17,7 +17,7 @@ replacement depends only on the seed, the place, and the set of bad samples.
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,10 +70,8 @@ def _order(order: BatchOrder, epoch: int) -> Sequence[int]:
 
     if not order.shuffle:
         return range(order.samples)
-    shuffled: list[int] = (
-        np.random.default_rng([order.seed, epoch]).permutation(order.samples).tolist()
-    )
-    return shuffled
+    generator = np.random.default_rng([order.seed, epoch])
+    return list(map(int, generator.permutation(order.samples)))
 
 
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -161,20 +159,16 @@ class ReplacedSamples(Sequence[Sample]):
         if fault is None:
             return sample
         self._replaced += 1
-        for other in self._others(place):
-            if self._fault(other) is None:
-                return other
+        indices = range(len(self._samples))
+        for index in random.Random(f"{self._seed} {place}").sample(indices, len(indices)):
+            if self._fault(self._samples[index]) is None:
+                return self._samples[index]
         raise fault
 
     def take_replaced(self) -> int:
         """Return the number of replacements since the last call."""
         replaced, self._replaced = self._replaced, 0
         return replaced
-
-    def _others(self, place: int) -> Iterator[Sample]:
-        indices = range(len(self._samples))
-        order = random.Random(f"{self._seed} {place}").sample(indices, len(indices))
-        return (self._samples[index] for index in order)
 
     def _fault(self, sample: Sample) -> ContractError | None:
         if sample.sample_id not in self._bad and (fault := self._find_fault(sample)) is not None:

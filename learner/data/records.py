@@ -26,10 +26,14 @@ Id = int | str
 
 
 class Rule(Enum):
-    """A pair (what the rule applies to, what happens to it).
+    """What a rule applies to, and what is done with it.
 
     Each annotation becomes an object, or is left out under exactly one rule.
     """
+
+    def __init__(self, what: str, done: str) -> None:
+        self.what = what
+        self.done = done
 
     MISSING_IMAGE = "images without a file", "left out"
     UNREADABLE_IMAGE = "images that cannot be decoded", "left out"
@@ -57,14 +61,6 @@ class Rule(Enum):
     NO_POLYGON = "annotations without exactly one polygon that can be matched", "box taken"
     POLYGONS = "polygons", "boxes written"
     BOXES = "boxes", "polygons written"
-
-    @property
-    def what(self) -> str:
-        return self.value[0]
-
-    @property
-    def done(self) -> str:
-        return self.value[1]
 
 
 class Annotation(NamedTuple):

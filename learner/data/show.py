@@ -95,11 +95,12 @@ def format_problem(problem: DataProblem) -> str:
 def check_tables(reports: Sequence["DataFile"]) -> Iterator[Table]:
     """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
-    files = []
+    rows = []
     for each in reports:
-        findings = (each.count(warnings=False), each.count(warnings=True))
-        files.append([str(each.path), *map(str, (len(each.samples), each.objects, *findings))])
-    yield Table("", columns, files)
+        warnings = sum(finding.warning for finding in each.findings)
+        numbers = (len(each.samples), each.objects, len(each.findings) - warnings, warnings)
+        rows.append([str(each.path), *map(str, numbers)])
+    yield Table("", columns, rows)
     counts = Counter((f.warning, f.kind) for report in reports for f in report.findings)
     # Problems before warnings, the most frequent first.
     ranked = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0][1]))
