@@ -64,7 +64,7 @@ ALSO_ALONE: dict[str, dict[str, Any]] = {
     "detach": DETACH,
     "b": CHANNEL_B,
     "lora": LORA,
-    **{f"dora-{family}": DORA for family in ("qwen3_vl_moe", "qwen3_5")},
+    **{f"dora-{family}": DORA for family in OTHER_FAMILIES},
 }
 OF_TWO: dict[str, dict[str, Any]] = {
     **ALSO_ALONE,
