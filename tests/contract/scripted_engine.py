@@ -30,7 +30,7 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 
 
 class ScriptedEngine:
-    """Records the calls of a push; `script` maps the name of one to what happens in it.
+    """Records calls of a push and turns of answers; `script` has what happens in one, by its name.
 
     A test sets `alive`, `hung` (heartbeats do not return) and `failure` (heartbeats raise it).
     given_up, ended: `declare_dead` and `shutdown` were called.
@@ -52,6 +52,7 @@ class ScriptedEngine:
         self.load = Load()
         self.weights_version = FIRST_VERSION
         self.calls: list[str] = []
+        self.turns: list[int] = []
         self.script: dict[str, Callable[[], Awaitable[None]]] = {}
         self.joined: list[tuple[InitCommunicator, int]] = []
         self.heartbeat_age_s = 0.0
@@ -93,10 +94,12 @@ class ScriptedEngine:
         turn: int,
     ) -> list[Completion]:
         await self._until_running()
-        text = prompt.engine_input[:max_tokens]
-        version = self.weights_version
+        self.turns.append(turn)
+        first = self.weights_version
+        await self._do("generate")
+        text, versions = prompt.engine_input[:max_tokens], (first, self.weights_version)
         return [
-            Completion(i, text, list(text.encode()), "stop", False, (version, version))
+            Completion(i, text, list(text.encode()), "stop", False, versions)
             for i in range(config.n)
         ]
 

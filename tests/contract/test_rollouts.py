@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollout_server.engines.engine_protocol import (
-    Completion,
     EngineDead,
     Load,
     Prompt,
@@ -32,6 +31,7 @@ from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 from tests.contract.scripted_engine import ScriptedEngine
+from tests.contract.update_bench import Hang
 
 CONTEXT = 20
 
@@ -39,68 +39,34 @@ T = TypeVar("T")
 
 
 class EchoEngine(ScriptedEngine):
-    """One token per character of a prompt; an answer has as many tokens as it may have.
+    """One token per character of a prompt. `!` cannot be rendered.
 
-    hold: answers wait for it. error: raised instead of an answer. ends_with: the weights version
-    at the end of an answer. go: prompts with "slow" wait for it, one prompt at a time,
-    as in a renderer of vLLM.
+    go: prompts with "slow" wait for it, one prompt at a time, as in a renderer of vLLM.
     """
 
-    def __init__(
-        self,
-        index: int = 0,
-        hold: asyncio.Event | None = None,
-        error: Exception | None = None,
-        ends_with: int | None = None,
-        max_model_len: int = CONTEXT,
-    ) -> None:
+    max_model_len = CONTEXT
+
+    def __init__(self, index: int = 0) -> None:
         super().__init__(index)
         self.weights_version = 3
-        self.max_model_len = max_model_len
-        self.hold, self.error, self.ends_with = hold, error, ends_with
-        self.generated: list[tuple[int, int | None, int]] = []
-        self.turns: list[int] = []
-        self.cancelled = 0
         self.rendered: list[str] = []
         self.go = asyncio.Event()
         self._thread = asyncio.Lock()
 
     async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
         async with self._thread:
-            text = "".join(part or "" for message in messages for part in message.parts)
-            if "slow" in text:
+            prompt = await super().render(messages, images)
+            if "slow" in prompt.engine_input:
                 await self.go.wait()
             await asyncio.sleep(0)
-            self.rendered.append(text)
-            if "!" in text:
+            self.rendered.append(prompt.engine_input)
+            if "!" in prompt.engine_input:
                 raise BadRequest("messages", "the template cannot take '!'")
-            return Prompt(None, [ord(letter) for letter in text])
+            return prompt
 
     def check_sampling(self, config: RequestConfig) -> None:
         if config.temperature == 2.0:
             raise refusal("invalid-request", "too hot", "request_config")
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        config: RequestConfig,
-        seed: int | None,
-        max_tokens: int,
-        request_id: str,
-        turn: int,
-    ) -> list[Completion]:
-        self.generated.append((len(prompt.token_ids), seed, max_tokens))
-        self.turns.append(turn)
-        try:
-            await (self.hold.wait() if self.hold else asyncio.sleep(0))
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if self.error is not None:
-            raise self.error
-        ids = prompt.token_ids[:1] * max_tokens
-        versions = self.weights_version, self.ends_with or self.weights_version
-        return [Completion(0, "x" * max_tokens, ids, "length", False, versions)]
 
 
 def media() -> MediaLoader:
@@ -151,7 +117,7 @@ def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     assert [e["index"] for e in error.value.problem.errors] == [1, 2, 3, 4, 5]
     with pytest.raises(ProblemError, match="too hot"):
         run(answer(call("fine", temperature=2.0), engine))
-    assert engine.generated == []
+    assert engine.turns == []
 
 
 class PushedEngine(EchoEngine):
@@ -162,6 +128,16 @@ class PushedEngine(EchoEngine):
         return await super().render(messages, images)
 
 
+def pushed_while_it_answers() -> EchoEngine:
+    engine = EchoEngine()
+
+    async def push() -> None:
+        engine.weights_version = 4
+
+    engine.script["generate"] = push
+    return engine
+
+
 @pytest.mark.req("WIRE-03")
 def test_expected_weights_answer_and_others_are_refused() -> None:
     """Before rendering, before generation and after generation."""
@@ -169,19 +145,19 @@ def test_expected_weights_answer_and_others_are_refused() -> None:
     def expecting(version: int | None) -> InferCall:
         return call("a").model_copy(update={"expected_weights_version": version})
 
-    (envelope,) = run(answer(expecting(None), EchoEngine(ends_with=4)))
+    (envelope,) = run(answer(expecting(None), pushed_while_it_answers()))
     assert envelope.coordexp.weights_version == (3, 4)
     assert len(run(answer(expecting(3), EchoEngine()))) == 1
     for engine, version, found, rendered, generated in (
         (EchoEngine(), 2, 3, 0, 0),
         (PushedEngine(), 3, 4, 1, 0),
-        (EchoEngine(ends_with=4), 3, 4, 1, 1),
+        (pushed_while_it_answers(), 3, 4, 1, 1),
     ):
         expected = f"version {version} is expected, and the server's is {found}"
         with pytest.raises(ProblemError, match=expected) as error:
             run(answer(expecting(version), engine))
         assert (error.value.problem.status, error.value.problem.kind) == (409, "other-weights")
-        assert (len(engine.rendered), len(engine.generated)) == (rendered, generated)
+        assert (len(engine.rendered), len(engine.turns)) == (rendered, generated)
 
 
 @pytest.mark.req("SRV-06")
@@ -217,26 +193,32 @@ def test_exhausted_server_answers_503(failure: Exception) -> None:
 
 @pytest.mark.req("SRV-05")
 def test_call_is_refused_and_cancelled_when_an_engine_dies() -> None:
-    hold = asyncio.Event()
-    dead = EchoEngine(0, hold, EngineDead("replica 0 died"))
-    slow = EchoEngine(1, asyncio.Event())
+    hold, dead, slow = asyncio.Event(), EchoEngine(0), EchoEngine(1)
+    hang = slow.script["generate"] = Hang()
+
+    async def die() -> None:
+        await hold.wait()
+        raise EngineDead("replica 0 died")
+
+    dead.script["generate"] = die
 
     async def work() -> None:
         answering = asyncio.ensure_future(answer(call("a", "b"), dead, slow))
-        await reached(lambda: bool(dead.generated and slow.generated))
+        await reached(lambda: bool(dead.turns and slow.turns))
         hold.set()
         await answering
 
     with pytest.raises(ProblemError) as error:
         run(work())
     assert (error.value.problem.status, error.value.problem.where) == (503, "replicas[0]")
-    assert slow.cancelled == 1
+    assert hang.cancelled
 
 
 @pytest.mark.req("SRV-02")
 def test_requests_of_two_calls_alternate_at_each_engine() -> None:
-    hold = asyncio.Event()
-    engines = [EchoEngine(0, hold), EchoEngine(1, hold)]
+    hold, engines = Hang(), [EchoEngine(0), EchoEngine(1)]
+    for engine in engines:
+        engine.script["generate"] = hold
     engines[1].load.turn = 100
     both = rollouts(*engines)
 
@@ -249,13 +231,13 @@ def test_requests_of_two_calls_alternate_at_each_engine() -> None:
         large = await handed(call(*["aa"] * 6), of_all=6)
         small = await handed(call("b", "b", n=2), of_all=8)
         assert [engine.turns for engine in engines] == [[1, 2, 3, 1], [101, 102, 103, 101]]
-        hold.set()
+        hold.end.set()
         assert len(await large + await small) == 8
         assert [engine.load.turn for engine in engines] == [3, 103]
-        hold.clear()
+        hold.end.clear()
         next_one = await handed(call("b", "b", n=2), of_all=10)
         assert [engine.turns[-1] for engine in engines] == [4, 104]
-        hold.set()
+        hold.end.set()
         await next_one
 
     run(work())
@@ -298,12 +280,13 @@ def test_all_replicas_render_the_requests_of_a_call() -> None:
 @pytest.mark.req("FULL-08", "WIRE-05")
 def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
     """The other requests are rendered, which finds every bad one, and not generated."""
-    engine = EchoEngine(hold=asyncio.Event())
+    engine = EchoEngine()
+    hang = engine.script["generate"] = Hang()
 
     async def work() -> None:
         bad = call("a", "slow!", "fine", "b!")
         answering = asyncio.ensure_future(answer(bad, engine))
-        await reached(lambda: bool(engine.generated))
+        await reached(lambda: bool(engine.turns))
         engine.go.set()
         with pytest.raises(ProblemError) as error:
             await answering
@@ -311,20 +294,21 @@ def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
         assert [e["index"] for e in error.value.problem.errors] == [1, 3]
 
     run(work())
-    assert (len(engine.generated), engine.cancelled) == (1, 1)
+    assert (len(engine.turns), hang.cancelled) == (1, True)
     assert engine.rendered == ["a", "slow!", "fine", "b!"]
     assert engine.load == Load()
 
 
 @pytest.mark.req("FULL-08", "WIRE-05")
 def test_missing_image_is_found_before_anything_is_generated() -> None:
-    engine = EchoEngine(max_model_len=100)
+    engine = EchoEngine()
+    engine.max_model_len = 100
     missing = request("<image>", "/no/such.png")
     fine = [request("a")] * (2 * MOST_PREPARED)
     with pytest.raises(ProblemError) as error:
         run(answer(InferCall.model_validate({"infer_requests": [*fine, missing]}), engine))
     assert error.value.problem.where == f"infer_requests[{len(fine)}].images[0]"
-    assert engine.generated == []
+    assert engine.turns == []
     assert len(engine.rendered) == len(fine)
 
 
@@ -341,7 +325,7 @@ def test_another_replica_renders_for_a_lost_one() -> None:
     envelopes = run(work.answer(call("a", "b", "c"), CallRecord("/infer/")))
     assert len(envelopes) == 3
     assert sorted(left.rendered) == ["a", "b", "c"]
-    assert lost.generated == []
+    assert lost.turns == []
     with pytest.raises(ProblemError) as error:
         run(answer(call(*["a"] * 100), FailingRenderer(dead), FailingRenderer(dead, 1)))
     assert (error.value.problem.status, error.value.problem.kind) == (503, "not-ready")
