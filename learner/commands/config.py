@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from learner.runs.atomic_files import publish_text, require_file
 from shared_contracts.cli import BAD_INPUT, describe
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -20,6 +21,7 @@ ConfigFile = Annotated[
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Training YAML.")]
 # Options of several commands.
 NewFolder = Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same result.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -93,7 +95,6 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a training YAML, for editors."""
     from learner.config.json_schema import schema_text
-    from learner.runs.atomic_files import publish_text, require_file
 
     if out is None:
         typer.echo(schema_text(), nl=False)

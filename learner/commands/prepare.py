@@ -1,12 +1,15 @@
 """`learner init`, `doctor`, `estimate`, `preflight` and `export`: before and after a run."""
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from learner.commands.config import ConfigFile, ConfigOption, Json, NewFolder, only_config
 from learner.distributed.waiting import use_passive_wait
+from learner.runs.atomic_files import require_free
 from shared_contracts.cli import RUN_FAILED
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -43,10 +46,6 @@ def init(
 
     Nothing is trained. The last lines of the output are the next commands.
     """
-    from rich.console import Console
-
-    from learner.runs.atomic_files import require_free
-
     require_free(out)
     use_passive_wait()
     from learner.operate.init import InitOptions, device_named
@@ -75,8 +74,6 @@ def doctor(
 
     Exit code 1 if a check fails, 2 if the config is wrong.
     """
-    from rich.console import Console
-
     from learner.config import load_config
 
     parsed = load_config(only_config(file, config))
@@ -159,8 +156,6 @@ def estimate(
     json: Json = False,
 ) -> None:
     """Estimate the memory and time of a run on a GPU, without one."""
-    from json import dumps
-
     from learner.config import load_config
     from learner.models.gpus import gpu_named
 

@@ -1,27 +1,26 @@
 """`learner train`, `launch`, `eval` and `demo`: the commands that run a model."""
 
 import os
+from contextlib import nullcontext
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from learner.commands.config import ConfigFile, ConfigOption, only_config
-from learner.distributed.waiting import use_passive_wait
+from learner.commands.config import ConfigFile, ConfigOption, Seed, only_config
+from learner.distributed.waiting import reporting_waits, use_passive_wait, waiting_for
+from learner.runs.atomic_files import expect_full_disks_in_threads, require_free
+from learner.runs.console import showing_waits, tell
 
 
 def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     """Train a detector. All hyperparameters are in the YAML file."""
-    from contextlib import nullcontext
-
-    from rich.console import Console
-
     from learner.config import load_config
-    from learner.distributed.waiting import reporting_waits, waiting_for
     from learner.rollout.colocate import describe_backend, learner_environment
     from learner.runs.checkpoint import remove_old
-    from learner.runs.console import tell
     from learner.training.input_checks import check_inputs, generates
     from learner.training.server_checks import reach_servers
 
@@ -44,7 +43,6 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
         if inputs.processes > 1:  # hides socket errors; the learner reports lost processes itself
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with waiting_for("PyTorch and its libraries to be imported"):
-            from learner.runs.atomic_files import expect_full_disks_in_threads
             from learner.training.train import train as run
 
         expect_full_disks_in_threads()
@@ -78,14 +76,10 @@ def launch(
     ] = None,
 ) -> None:
     """Start the servers and the learner of a run together, and stop them together."""
-    from rich.console import Console
-
     from learner.config import load_config, load_mapping
-    from learner.distributed.waiting import reporting_waits
     from learner.operate.launch import launch as run
     from learner.operate.launch import start_learner
     from learner.operate.launch_plan import LaunchOptions, plan_launch
-    from learner.runs.console import tell
 
     console = Console()
     say = partial(tell, console)
@@ -128,14 +122,11 @@ def evaluate(
 
     The checkpoint is pushed to the servers of the config. No other run may use them meanwhile.
     """
-    from rich.console import Console
-
     from learner.analysis.report.run_page import renew
     from learner.config import load_config
     from learner.data.show import print_tables
     from learner.operate.eval_plan import plan_evaluation
     from learner.rollout.colocate import describe_backend, learner_environment
-    from learner.runs.console import showing_waits, tell
     from learner.training.server_checks import reach_servers
 
     plan = plan_evaluation(load_config(only_config(file, config)), checkpoint, data, out)
@@ -161,7 +152,7 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run. (runs/demo-DATE)")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.", min=0)] = 0,
+    seed: Seed = 0,
     control: Annotated[
         bool,
         typer.Option(
@@ -176,12 +167,6 @@ def demo(
     ] = "plain",
 ) -> None:
     """Train a toy detector on this machine: data, model, server, training, scores."""
-    from datetime import datetime
-
-    from rich.console import Console
-
-    from learner.runs.atomic_files import require_free
-
     folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     require_free(folder)
 

@@ -5,14 +5,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from learner.commands.config import NewFolder
+from learner.commands.config import NewFolder, Seed
+from learner.runs.atomic_files import require_free
 from shared_contracts.errors import ContractError
 
 toy_app = typer.Typer(
     help="Make toy data and a toy model: coloured shapes, a tiny Qwen-VL.", no_args_is_help=True
 )
-
-Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.", min=0)]
 
 
 @toy_app.command()
@@ -71,8 +70,6 @@ def make_model(
     ] = None,
 ) -> None:
     """Make a tiny random model with 1000 coordinate tokens."""
-    from learner.runs.atomic_files import require_free
-
     if expand_vocab is not None and family is not None:
         raise ContractError(
             "--family", f"is {family}, beside --expand-vocab", "Leave out one of the two"
@@ -100,7 +97,6 @@ def pretrain_vision(
     """Pretrain the vision tower of a toy model to locate objects."""
     from learner.data.jsonl import read_samples
     from learner.models import toy_vision
-    from learner.runs.atomic_files import require_free
 
     require_free(out)
     samples = read_samples(data, allow_poly=False)
