@@ -77,7 +77,7 @@ def convert(
     results = [result for _, result in watch(inspect_all(paths), len(paths))]
     readings = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
-    conversion = Conversion([], account)
+    conversion, folder = Conversion([], account), out.parent.resolve()
     for picture, path, result in zip(pictures, paths, results, strict=True):
         fault = _fault(picture, path, result)
         if fault is not None:
@@ -97,7 +97,16 @@ def convert(
             axes = (0, 1) if order == "left-to-right" else (1, 0)
             objects.sort(key=lambda item: [bounding_box(item.shape)[axis] for axis in axes])
         if objects or not skip_empty:
-            conversion.records.append(_record(picture, path, result.size, objects, out))
+            record = {
+                # `..` of a linked folder is the target's parent, so both folders are resolved; an
+                # image that is a link itself keeps its name.
+                "images": [os.path.relpath(path.parent.resolve() / path.name, folder)],
+                "width": result.size[0],
+                "height": result.size[1],
+                "objects": [{"desc": o.desc, o.shape.kind: list(o.shape.coords)} for o in objects],
+                "metadata": {"image_id": picture.id, **picture.metadata},
+            }
+            conversion.records.append(record)
     account.totals = [
         (len(pictures), "images", f"{len(conversion.records)} lines"),
         (annotations, "annotations", f"{conversion.objects} objects"),
@@ -179,65 +188,44 @@ def _objects(
     return list(objects)
 
 
-Points = list[tuple[float, float]]
-
-
 def _shape_of(
     one: Annotation, size: Size, reading: Reading, geometry: GeometryKind
 ) -> tuple[Shape | None, list[Rule]]:
     """Return the shape and its changes, or None and the rule that leaves it out."""
-    width, height = size
-    x1, y1, x2, y2 = reading.pixels(one.box, size)
-    shape, points, rules = None, [(x1, y1), (x2, y2)], list[Rule]()
+    rules = []
     if geometry == "poly":
         x, y = reading.unit(size)
         flat = one.polygon or ()
-        corners = [(a * x, b * y) for a, b in zip(flat[0::2], flat[1::2], strict=True)]
-        shape = _shape("poly", corners, size)
-        points, rules = (points, [Rule.NO_POLYGON]) if shape is None else (corners, [])
-    if shape is None:
-        if x2 <= x1 or y2 <= y1:
-            return None, [Rule.NO_AREA]
-        if x1 >= width or y1 >= height or x2 <= 0 or y2 <= 0:
-            return None, [Rule.OUTSIDE]
-        if (shape := _shape("bbox_2d", points, size)) is None:
-            return None, [Rule.THIN]
-    moved = (abs(a - b) for p in points for a, b in zip(p, _inside(p, size), strict=True))
-    return shape, [*rules, Rule.CLIPPED] if max(moved) > _ROUNDING else rules
+        points = [(a * x, b * y) for a, b in zip(flat[0::2], flat[1::2], strict=True)]
+        shape, changes = _shape("poly", points, size)
+        if shape is not None:
+            return shape, changes
+        rules = [Rule.NO_POLYGON]
+    x1, y1, x2, y2 = reading.pixels(one.box, size)
+    if x2 <= x1 or y2 <= y1:
+        return None, [Rule.NO_AREA]
+    if x1 >= size[0] or y1 >= size[1] or x2 <= 0 or y2 <= 0:
+        return None, [Rule.OUTSIDE]
+    shape, changes = _shape("bbox_2d", [(x1, y1), (x2, y2)], size)
+    return shape, [Rule.THIN] if shape is None else [*rules, *changes]
 
 
-def _shape(kind: GeometryKind, points: Points, size: Size) -> Shape | None:
+def _shape(
+    kind: GeometryKind, points: Sequence[tuple[float, float]], size: Size
+) -> tuple[Shape | None, list[Rule]]:
     """Return the shape with points clipped to the image and repeated polygon points merged.
 
-    Return None if it covers no pixel of the matching canvas.
+    The shape is None if it covers no pixel of the matching canvas.
     """
-    inside = [_inside(point, size) for point in points]
+    inside = [(min(max(x, 0), size[0]), min(max(y, 0), size[1])) for x, y in points]
+    moved = (max(abs(a - x), abs(b - y)) for (a, b), (x, y) in zip(points, inside, strict=True))
     bins = [(encode_bin(x / size[0]), encode_bin(y / size[1])) for x, y in inside]
     if kind == "poly":
         bins = [point for i, point in enumerate(bins) if point != bins[i - 1]]
-        if len(bins) < 3:
-            return None
     shape = Shape(kind, tuple(k for point in bins for k in point))
-    return shape if covers_a_pixel(shape, _CANVAS) else None
-
-
-def _inside(point: tuple[float, float], size: Size) -> tuple[float, float]:
-    return min(max(point[0], 0), size[0]), min(max(point[1], 0), size[1])
-
-
-def _record(
-    picture: SourceImage, path: Path, size: Size, objects: Sequence[GroundTruthObject], out: Path
-) -> dict[str, Any]:
-    # `..` of a linked folder is the target's parent, so both folders are resolved; an image that is
-    # a link itself keeps its name.
-    image = os.path.relpath(path.parent.resolve() / path.name, out.parent.resolve())
-    return {
-        "images": [image],
-        "width": size[0],
-        "height": size[1],
-        "objects": [{"desc": o.desc, o.shape.kind: list(o.shape.coords)} for o in objects],
-        "metadata": {"image_id": picture.id, **picture.metadata},
-    }
+    if len(bins) < (3 if kind == "poly" else 2) or not covers_a_pixel(shape, _CANVAS):
+        return None, []
+    return shape, [Rule.CLIPPED] if max(moved) > _ROUNDING else []
 
 
 def write_records(conversion: Conversion, out: Path) -> None:
