@@ -42,7 +42,7 @@ def read_coco(path: Path, folder: Path | None) -> Source:
     names = {_id(each): each.get("name") for each in categories}
     account, ids, of_image = Account(), set[Any](), dict[Any, SourceImage]()
     for image in images:
-        picture = _picture(image, _lists(path, image, names))
+        picture = _picture(str(path), image, names)
         if picture is None:
             account.note(Rule.BAD_IMAGE, shown(image))
         else:
@@ -76,19 +76,22 @@ def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
 def _sections(path: Path) -> list[list[dict[str, Any]]]:
     """Return the images, annotations and categories; entries that are no mapping become empty."""
     document = strict_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON, allow_nan=True)
-    found, sections = "", document if isinstance(document, dict) else {}
-    lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
-    first = lists[1][0] if isinstance(lists[1], list) and lists[1] else None
-    keys = first.keys() if isinstance(first, dict) else ()
+    sections = document if isinstance(document, dict) else {}
+    lists = [sections.get(key) for key in ("images", "annotations", "categories")]
+    mappings = [
+        [one if isinstance(one, dict) else {} for one in each]
+        for each in lists
+        if isinstance(each, list)
+    ]
+    found = ""
     if isinstance(document, list):
         found = "it is a list, as a file of results, which has no images and no names"
-    elif not all(isinstance(each, list) for each in lists):
+    elif len(mappings) < len(lists):
         found = "it has no lists of images, annotations and categories"
-    elif "segments_info" in keys:
+    elif any("segments_info" in first for first in mappings[1][:1]):
         found = "it is a panoptic file: its objects are in PNG files"
     if found:
         raise ContractError(str(path), found, _COCO_JSON)
-    mappings = [[one if isinstance(one, dict) else {} for one in each] for each in lists]
     for key, section in (("images", mappings[0]), ("categories", mappings[2])):
         ids = Counter(map(_id, section))
         if repeated := [each for each, times in ids.items() if each is not None and times > 1]:
@@ -102,7 +105,7 @@ def _id(record: dict[str, Any], key: str = "id") -> Id | None:
     return value if isinstance(value, int | str) else None
 
 
-def _picture(image: dict[str, Any], lists: dict[str, Any]) -> SourceImage | None:
+def _picture(where: str, image: dict[str, Any], names: dict[Any, Any]) -> SourceImage | None:
     """Return a picture; without `file_name` (LVIS), folder and file come from `coco_url`."""
     name, id = image.get("file_name"), _id(image)
     if name is None and isinstance(url := image.get("coco_url"), str):
@@ -111,20 +114,17 @@ def _picture(image: dict[str, Any], lists: dict[str, Any]) -> SourceImage | None
         return None
     width, height = image.get("width", 0), image.get("height", 0)
     size = (width, height) if is_side(width) and is_side(height) else None
-    return SourceImage(id, name.replace("\\", "/"), size, metadata=lists)
-
-
-def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
-    lists = {}
+    picture = SourceImage(id, name.replace("\\", "/"), size)
     for key, of_ids in LVIS_LISTS.items():
-        if isinstance(listed := image.get(of_ids), list):
-            if unknown := [i for i in listed if not isinstance(i, int | str) or i not in names]:
-                where = f"{path}: {of_ids} of image {_id(image)}"
-                found = f"{shown(unknown)} are ids of no category"
-                raise ContractError(where, found, "Remove them, or list the categories.")
-            named = (names[each] for each in listed)
-            lists[key] = [normalized(name) for name in named if is_description(name)]
-    return lists
+        if not isinstance(ids := image.get(of_ids), list):
+            continue
+        if unknown := [i for i in ids if not isinstance(i, int | str) or i not in names]:
+            found = f"{shown(unknown)} are ids of no category"
+            do = "Remove them, or list the categories."
+            raise ContractError(f"{where}: {of_ids} of image {id}", found, do)
+        named = (names[each] for each in ids)
+        picture.metadata[key] = [normalized(name) for name in named if is_description(name)]
+    return picture
 
 
 def _annotation(record: dict[str, Any], names: dict[Any, Any]) -> Annotation:
