@@ -16,7 +16,7 @@ from learner.data.checkpoint import Checkpoint
 from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
-from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, checkpoints_in, read_checkpoint
+from learner.runs.checkpoint import MANIFEST, checkpoints_in, read_checkpoint
 from learner.runs.run_folder import EVALUATIONS, RUN
 from learner.training.checkpoint_checks import check_taught_format
 from learner.training.input_checks import (
@@ -108,10 +108,7 @@ def require_whole(folder: Path, where: str) -> None:
         found = f"{folder} is the folder of a run"
         raise ContractError(where, found, f"Name a checkpoint in it, such as {checkpoints[0]}")
     if (folder / MANIFEST).is_file():
-        try:
-            read_checkpoint(folder)
-        except BrokenCheckpoint as error:
-            raise ContractError(where, f"is not whole: {error}", "Name another one") from error
+        read_checkpoint(folder, where)
 
 
 def evaluation_folder(run: Path, checkpoint: Path, data: Path) -> Path:

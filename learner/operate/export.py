@@ -37,7 +37,7 @@ from learner.rollout.hf import evaluating
 from learner.rollout.server_process import ServerProcess
 from learner.rollout.sync.probe import ProofOfEffect, probe_call, prompts
 from learner.runs.atomic_files import publish_directory, require_free
-from learner.runs.checkpoint import newest_whole
+from learner.runs.checkpoint import newest_checkpoint
 from learner.runs.hub import push_folder
 from learner.runs.run_folder import RESOLVED
 from shared_contracts.adapters import ADAPTER
@@ -136,7 +136,7 @@ def push_run(config: Config) -> str:
     """
     training = config.training
     repository, folder = training.hub_model_id, Path(training.output_dir)
-    newest, _ = newest_whole(folder)
+    newest = newest_checkpoint(folder)
     assert repository is not None, "checked with the config"
     assert newest is not None, "a run saves at its last step"
     try:

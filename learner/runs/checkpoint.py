@@ -3,8 +3,8 @@
     <output_dir>/checkpoint-12/               complete, with a manifest of its files
     <output_dir>/.unfinished/checkpoint-16/   being written or removed
 
-    save()            every process writes into `.unfinished`; then process 0 renames the folder
-    newest_whole()    the checkpoint that a run resumes from
+    save()                every process writes into `.unfinished`; process 0 renames the folder
+    newest_checkpoint()   the checkpoint that a run resumes from
 
 Everything in `.unfinished` is ignored, and the next start removes it. A rename within the run
 folder is atomic. Imports no torch.
@@ -17,19 +17,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.runs.atomic_files import open_by_umask, publish_text, removed_unless_whole, writing
+from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import StrictModel
 
 MANIFEST = "rollmatch_state.json"
-FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished"
-_BROKEN = ".broken"
 
 
 class RunFacts(NamedTuple):
@@ -55,7 +54,7 @@ class CheckpointManifest(StrictModel):
     The rest as in `RunFacts`.
     """
 
-    format: int
+    format: Literal[1] = 1
     step: int
     processes: int
     weights_version: int
@@ -71,17 +70,12 @@ class SavedCheckpoint:
     manifest: CheckpointManifest
 
 
-class BrokenCheckpoint(Exception):
-    """The message says why the checkpoint in a folder is not complete."""
-
-
 class Checkpoints:
     """The checkpoints of a run, written by all of its processes.
 
     folder: of the run. keep: number of checkpoints that stay; None: all.
     facts: of the run; called in process 0 alone.
     state: returns the JSON state of this process for the manifest.
-    collective: whether processes wait for each other while they write.
     """
 
     def __init__(
@@ -91,8 +85,6 @@ class Checkpoints:
         facts: Callable[[], RunFacts],
         state: Callable[[], dict[str, Any]] = dict,
         peers: Peers = SINGLE_PROCESS,
-        *,
-        collective: bool = False,
     ) -> None:
         self.unfinished = folder / _UNFINISHED
         self._folder = folder
@@ -100,7 +92,6 @@ class Checkpoints:
         self._facts = facts
         self._state = state
         self._peers = peers
-        self._collective = collective
 
     def save(self, step: int, write: Callable[[], None]) -> None:
         """Publish `checkpoint-<step>`.
@@ -111,22 +102,11 @@ class Checkpoints:
         of the checkpoint is left, and earlier checkpoints stay.
         """
         final = self._folder / f"checkpoint-{step}"
-        failures: list[Exception] = []
 
         def write_part() -> dict[str, Any]:
-            try:
-                with writing(final):
-                    write()
-                return self._state()
-            except Exception as error:
-                if self._collective:  # the others wait for this process within `write`
-                    raise
-                failures.append(error)
-                return {}
-
-        def raise_failure() -> None:
-            for failure in failures:
-                raise failure
+            with writing(final):
+                write()
+            return self._state()
 
         def publish() -> None:
             with writing(final):
@@ -135,13 +115,11 @@ class Checkpoints:
         broadcast_from_rank0(self._peers, lambda: clear_unfinished(self._folder))
         with removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext():
             states = self._peers.all_gather(write_part)
-            self._peers.all_gather(raise_failure)  # after all have written: nothing is half removed
             broadcast_from_rank0(self._peers, publish)
 
     def _publish(self, final: Path, step: int, states: list[dict[str, Any]]) -> None:
         part = self.unfinished / final.name
         manifest = CheckpointManifest(
-            format=FORMAT,
             step=step,
             processes=self._peers.count,
             states=states,
@@ -169,42 +147,25 @@ def step_of(checkpoint: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def newest_whole(folder: Path) -> tuple[SavedCheckpoint | None, list[BrokenCheckpoint]]:
-    """Return the newest complete checkpoint of a run folder, and the errors of newer ones."""
-    broken: list[BrokenCheckpoint] = []
-    for path in checkpoints_in(folder):
-        try:
-            return read_checkpoint(path), broken
-        except BrokenCheckpoint as error:
-            broken.append(error)
-    return None, broken
+def newest_checkpoint(folder: Path) -> SavedCheckpoint | None:
+    """Return the newest checkpoint of a run folder; raises as `read_checkpoint`."""
+    return next((read_checkpoint(path) for path in checkpoints_in(folder)), None)
 
 
-def read_checkpoint(path: Path) -> SavedCheckpoint:
-    """Check a folder against its manifest; raises BrokenCheckpoint."""
+def read_checkpoint(path: Path, where: str = "training.output_dir") -> SavedCheckpoint:
+    """Check a folder against its manifest; raises ContractError, at `where`, if it lacks a file."""
+    do = "Restore it from a copy, or remove it and use an earlier checkpoint"
     try:
         manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
-        raise BrokenCheckpoint(f"{path} has no {MANIFEST} that can be read") from error
-    if manifest.format != FORMAT:
-        raise BrokenCheckpoint(f"{path} has format {manifest.format}, this version has {FORMAT}")
-    found = _sizes(path)
+        found = f"{path} has no {MANIFEST} that this version can read"
+        raise ContractError(where, found, do) from error
+    sizes = _sizes(path)
     for name, size in manifest.files.items():
-        if name not in found:
-            raise BrokenCheckpoint(f"{path} has lost {name}")
-        if found[name] != size:
-            raise BrokenCheckpoint(f"{path / name} has {found[name]} bytes of {size}")
+        if sizes.get(name) != size:
+            found = f"{path / name} has {sizes.get(name, 'no')} bytes of {size}"
+            raise ContractError(where, found, do)
     return SavedCheckpoint(path, manifest)
-
-
-def set_broken_aside(folder: Path, start: SavedCheckpoint) -> None:
-    """Rename the checkpoints that are newer than `start`, so that nothing reads them."""
-    for path in checkpoints_in(folder):
-        if path == start.path:
-            return
-        aside = path.with_name(path.name + _BROKEN)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
 
 
 def remove_old(folder: Path, keep: int | None) -> None:

@@ -27,8 +27,7 @@ from learner.runs.checkpoint import (
     SavedCheckpoint,
     checkpoints_in,
     clear_unfinished,
-    newest_whole,
-    set_broken_aside,
+    newest_checkpoint,
 )
 from learner.runs.rollout_log import ROLLOUTS, logged_in
 from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RunFolder, lock_folder
@@ -88,8 +87,8 @@ BEGINNING = Start()
 def find_start(config: Config, processes: int) -> Start:
     """Return where a run of `processes` processes starts, by `training.resume`.
 
-    Raises ContractError if the folder has another run, if a run writes it, or if this
-    config cannot resume its run.
+    Raises ContractError if the folder has another run, if a run writes it, if its newest
+    checkpoint is not complete, or if this config cannot resume its run.
     """
     folder = config.training.output_dir
     require_run_folder(config)
@@ -105,14 +104,8 @@ def find_start(config: Config, processes: int) -> Start:
                 "training.resume to auto",
             )
         return BEGINNING
-    checkpoint, broken = newest_whole(folder)
+    checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
-        if broken:
-            raise ContractError(
-                "training.output_dir",
-                f"no checkpoint in {folder} is whole ({'; '.join(map(str, broken))})",
-                "Restore one, or move the folder away to start from the beginning",
-            )
         if not (folder / METRICS).exists():
             return Start(None, True)
         _require_same_config(config, folder)
@@ -120,8 +113,7 @@ def find_start(config: Config, processes: int) -> Start:
         return Start(None, True, (note,))
     _require_same_run(config, checkpoint)
     _require_states(checkpoint, processes)
-    notes = [f"Warning: {error}; it is set aside" for error in broken]
-    notes.append(f"Going on from {checkpoint.path}")
+    notes = [f"Going on from {checkpoint.path}"]
     if checkpoint.manifest.processes != processes:
         notes.append(
             f"Warning: {checkpoint.manifest.processes} processes made it and {processes} go on: "
@@ -131,29 +123,17 @@ def find_start(config: Config, processes: int) -> Start:
 
 
 def require_run_folder(config: Config) -> None:
-    """Raise ContractErrors unless this process can write the run folder and its files."""
+    """Raise ContractErrors unless this process can write the run folder."""
     training = config.training
     found = CheckErrors()
     found.of(lambda: require_folder("training.output_dir", training.output_dir))
     found.of(lambda: require_folder("training.logging_dir", training.logging_dir))
-    if not found.errors:
-        found.errors += _unwritable_parts(training.output_dir)
     found.raise_all()
-
-
-def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
-    """Yield an error for each file that a resumed run would change and cannot."""
-    for path in (folder / METRICS, folder / ROLLOUTS, *checkpoints_in(folder)):
-        if path.exists() and not os.access(path, os.W_OK):
-            do = "Give this user the right to write it, or name another folder"
-            yield ContractError("training.output_dir", f"{path} is not writable", do)
 
 
 def prepare_folder(folder: Path, start: Start) -> None:
     """Bring the run folder back to its state at `start`."""
     clear_unfinished(folder)
-    if start.checkpoint is not None:
-        set_broken_aside(folder, start.checkpoint)
     truncate_logs(folder, start.checkpoint.manifest.logs if start.checkpoint else {}, start.step)
 
 
@@ -175,16 +155,6 @@ def _require_states(checkpoint: SavedCheckpoint, processes: int) -> None:
         )
 
 
-def _require_same_config(config: Config, folder: Path) -> None:
-    resolved, errors = folder / RESOLVED, list[ContractError]()
-    do = "Set it back; or start a new run in another folder, with a checkpoint as model.model"
-    for key, old, new in _differences(_read_resolved(resolved), config):
-        found = f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value"
-        errors.append(ContractError(key, found, do))
-    if errors:
-        raise ContractErrors(errors)
-
-
 def _require_same_run(config: Config, checkpoint: SavedCheckpoint) -> None:
     _require_same_config(config, checkpoint.path.parent)
     digest = data_digest(config.data.train_jsonl)
@@ -197,47 +167,32 @@ def _require_same_run(config: Config, checkpoint: SavedCheckpoint) -> None:
         )
 
 
-def _read_resolved(resolved: Path) -> dict[str, Any]:
-    try:
-        return read_mapping(resolved)
-    except ContractError as error:
-        do = "Restore it, or start a new run in another folder"
-        raise ContractError(
-            "training.resume", f"auto, and {error.where}: {error.found}", do
-        ) from error
+def _require_same_config(config: Config, folder: Path) -> None:
+    resolved, errors = folder / RESOLVED, list[ContractError]()
+    do = "Set it back; or start a new run in another folder, with a checkpoint as model.model"
+    for key, old, new in _differences(read_mapping(resolved), config):
+        found = f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value"
+        errors.append(ContractError(key, found, do))
+    if errors:
+        raise ContractErrors(errors)
 
 
-def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    before: dict[str, Any], section: BaseModel, at: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield dotted keys that differ and are not `FreeOnResume`, with the old and the new value.
 
     before: the mapping that `dump_resolved` wrote; keys that it lacks are skipped.
     """
-    then = dict(_leaves(before))
-    now = config.model_dump(mode="json", exclude=free_keys(config))
-    for key, value in _leaves(now):
-        if key in then and then[key] != value:
-            yield key, then[key], value
-
-
-def free_keys(section: BaseModel) -> dict[str, Any]:
-    """Return the `FreeOnResume` keys of a section and its subsections, to exclude them."""
-    free: dict[str, Any] = {}
+    now = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if FREE_ON_RESUME in field.metadata:
-            free[name] = True
-        elif isinstance(value, BaseModel) and (below := free_keys(value)):
-            free[name] = below
-    return free
-
-
-def _leaves(mapping: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted paths and values; a list is one value."""
-    for key, value in mapping.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{at}{key}.")
-        else:
-            yield f"{at}{key}", value
+        if name not in before or FREE_ON_RESUME in field.metadata:
+            continue
+        old, value = before[name], getattr(section, name)
+        if isinstance(old, dict) and isinstance(value, BaseModel):
+            yield from _differences(old, value, f"{at}{name}.")
+        elif old != now[name]:
+            yield f"{at}{name}", old, now[name]
 
 
 _CUT_LOGS = ("metrics.jsonl", "rollout_calls*.jsonl")

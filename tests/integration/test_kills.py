@@ -23,7 +23,7 @@ from learner.data.jsonl import read_samples
 from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
-from learner.runs.checkpoint import newest_whole
+from learner.runs.checkpoint import newest_checkpoint
 from learner.stages.schedule import channel_for_step
 from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
 from tests.integration.alignment import logged_answers
@@ -218,7 +218,7 @@ def test_an_asynchronous_run_that_is_killed_trains_on_every_share_once(world: Wo
     for line in trained:
         assert line["stage2_ab/async/version_lag"] <= window
         assert line["packing/post_rollout_segments"] == BATCH
-    checkpoint, _ = newest_whole(run.folder)
+    checkpoint = newest_checkpoint(run.folder)
     assert checkpoint is not None
     assert checkpoint.manifest.states == [{"next": STEPS, "left": []}] * RANKS
     answers = logged_answers(run.folder)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +17,13 @@ import pytest
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.runs.checkpoint import (
     MANIFEST,
-    BrokenCheckpoint,
     Checkpoints,
     RunFacts,
     checkpoints_in,
-    newest_whole,
+    newest_checkpoint,
     read_checkpoint,
-    set_broken_aside,
 )
-from shared_contracts.errors import RunError
+from shared_contracts.errors import ContractError, RunError
 from tests.unit.ranks_in_threads import in_ranks
 
 pytestmark = pytest.mark.req("RUN-01")
@@ -120,7 +119,7 @@ def test_a_rank_that_fails_in_a_collective_write_raises_before_the_others_time_o
     gather, failed = threading.Barrier(2), threading.Event()
 
     def saved(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers, collective=True)
+        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers)
 
         def write() -> None:
             (checkpoints.unfinished / "checkpoint-1").mkdir(parents=True, exist_ok=True)
@@ -169,33 +168,31 @@ def test_a_killed_process_leaves_only_complete_checkpoints(
 @pytest.mark.parametrize(
     ("broken_by", "fault"),
     [
-        (lambda file, _: os.truncate(file, 3), "checkpoint-4/rng_0 has 3 bytes of 15"),
-        (lambda file, _: file.unlink(), "checkpoint-4 has lost rng_0"),
-        (lambda _, manifest: manifest.unlink(), f"checkpoint-4 has no {MANIFEST}"),
-        (lambda _, manifest: os.truncate(manifest, 40), f"checkpoint-4 has no {MANIFEST}"),
+        (lambda file, _: os.truncate(file, 3), "rng_0 has 3 bytes of 15"),
+        (lambda file, _: file.unlink(), "rng_0 has no bytes of 15"),
+        (lambda _, manifest: manifest.unlink(), f"has no {MANIFEST}"),
+        (lambda _, manifest: os.truncate(manifest, 40), f"has no {MANIFEST}"),
         (
             lambda _, manifest: manifest.write_text(
                 json.dumps({**json.loads(manifest.read_text()), "format": 2})
             ),
-            "checkpoint-4 has format 2, this version has 1",
+            f"has no {MANIFEST} that this version can read",
         ),
     ],
     ids=["shorter", "lost", "no manifest", "half a manifest", "newer"],
 )
-def test_a_broken_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_refused_by_name(
     tmp_path: Path, broken_by: Callable[[Path, Path], object], fault: str
 ) -> None:
     for step in (2, 4):
         save(tmp_path, step)
     path = tmp_path / "checkpoint-4"
     broken_by(path / "rng_0", path / MANIFEST)
-    found, broken = newest_whole(tmp_path)
+    with pytest.raises(ContractError, match=fault) as caught:
+        newest_checkpoint(tmp_path)
+    assert str(path) in caught.value.found
+    assert "use an earlier checkpoint" in caught.value.do
+    shutil.rmtree(path)
+    found = newest_checkpoint(tmp_path)
     assert found is not None
-    assert (found.manifest.step, len(broken)) == (2, 1)
-    assert f"{tmp_path}/{fault}" in str(broken[0])
-    with pytest.raises(BrokenCheckpoint):
-        read_checkpoint(path)
-    set_broken_aside(tmp_path, found)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4.broken"]
-    save(tmp_path, 4)
-    assert newest_whole(tmp_path)[1] == []
+    assert found.manifest.step == 2

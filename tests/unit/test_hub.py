@@ -17,7 +17,7 @@ from safetensors.torch import load
 
 from learner.config import dump_mapping, merge
 from learner.data.toy import ToyData
-from learner.runs.checkpoint import newest_whole
+from learner.runs.checkpoint import newest_checkpoint
 from learner.runs.resume import data_digest
 from learner.stages.coords import COORD_BINS
 from tests.unit.hub_server import READER, WRITER, Hub, hub_server
@@ -110,7 +110,7 @@ def test_run_whose_push_fails_keeps_its_model_for_an_export(
     own = {"hub_model_id": REPOSITORY, "eval_strategy": "no", "eval_steps": None}
     done = learner(hub, WRITER, "train", write_run(tmp_path, toy_checkpoint, toy_data, **own))
     assert done.returncode == 1, done.stdout
-    whole, _ = newest_whole(tmp_path / "run")
+    whole = newest_checkpoint(tmp_path / "run")
     assert whole is not None
     assert whole.manifest.step == 3
     assert "Storage quota exceeded" in done.stderr

