@@ -76,6 +76,7 @@ class Checkpoints:
     folder: of the run. keep: number of checkpoints that stay; None: all.
     facts: of the run; called in process 0 alone.
     state: returns the JSON state of this process for the manifest.
+    collective: whether processes wait for each other while they write.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Checkpoints:
         facts: Callable[[], RunFacts],
         state: Callable[[], dict[str, Any]] = dict,
         peers: Peers = SINGLE_PROCESS,
+        *,
+        collective: bool = False,
     ) -> None:
         self.unfinished = folder / _UNFINISHED
         self._folder = folder
@@ -92,6 +95,7 @@ class Checkpoints:
         self._facts = facts
         self._state = state
         self._peers = peers
+        self._collective = collective
 
     def save(self, step: int, write: Callable[[], None]) -> None:
         """Publish `checkpoint-<step>`.
@@ -102,11 +106,22 @@ class Checkpoints:
         of the checkpoint is left, and earlier checkpoints stay.
         """
         final = self._folder / f"checkpoint-{step}"
+        failures: list[Exception] = []
 
         def write_part() -> dict[str, Any]:
-            with writing(final):
-                write()
-            return self._state()
+            try:
+                with writing(final):
+                    write()
+                return self._state()
+            except Exception as error:
+                if self._collective:  # the others wait for this process within `write`
+                    raise
+                failures.append(error)
+                return {}
+
+        def raise_failure() -> None:
+            for failure in failures:
+                raise failure
 
         def publish() -> None:
             with writing(final):
@@ -115,6 +130,7 @@ class Checkpoints:
         broadcast_from_rank0(self._peers, lambda: clear_unfinished(self._folder))
         with removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext():
             states = self._peers.all_gather(write_part)
+            self._peers.all_gather(raise_failure)  # after all have written: nothing is half removed
             broadcast_from_rank0(self._peers, publish)
 
     def _publish(self, final: Path, step: int, states: list[dict[str, Any]]) -> None:

@@ -274,6 +274,7 @@ def build_trainer(
             facts,
             runner.source.state,
             peers,
+            collective=config.training.data_parallel == "fsdp2",
         ),
         model=loaded.model,
         args=training_arguments(config, folder, peers.count),

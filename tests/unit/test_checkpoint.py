@@ -119,7 +119,7 @@ def test_a_rank_that_fails_in_a_collective_write_raises_before_the_others_time_o
     gather, failed = threading.Barrier(2), threading.Event()
 
     def saved(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers)
+        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers, collective=True)
 
         def write() -> None:
             (checkpoints.unfinished / "checkpoint-1").mkdir(parents=True, exist_ok=True)

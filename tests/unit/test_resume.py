@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -276,3 +277,14 @@ def test_a_finished_run_changes_no_file(
     run_command.train(path)
     assert f"Finished at step {STEPS}" in capsys.readouterr().out
     assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(mapping)
+    checkpoint = with_checkpoint(config, 2)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
+    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
+        find_start(config, processes=1)
