@@ -32,9 +32,9 @@ def convert_there_and_back(bench: Bench) -> list[Result]:
     for form in WRITTEN:
         other, back = bench.folder / form, bench.folder / f"{form}.jsonl"
         start = time.process_time()
-        write_other(source, other, form, bench.folder, "bbox_2d", lambda each, _: each)
+        write_other(source, other, form, bench.folder, "bbox_2d")
         middle = time.process_time()
-        conversion = convert(read_other(other, form), back, lambda each, _: each)
+        conversion = convert(read_other(other, form), back)
         write_records(conversion, back)
         assert conversion.objects == IMAGES * BOXES, "every box comes back"
         seconds["to"].append(middle - start)

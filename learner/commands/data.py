@@ -36,7 +36,7 @@ def check(
     """
     from learner.config.rollout_matching import MatchingConfig
     from learner.data.check import check_files
-    from learner.data.show import check_tables, format_problem, print_tables, watch
+    from learner.data.show import check_tables, format_problem, print_tables
     from learner.training.checkpoint_checks import lengths_of_run
 
     paths, run = _data_files(files, config)
@@ -46,7 +46,6 @@ def check(
         allow_poly=run is None or run.allow_poly,
         lengths=None if run is None else lengths_of_run(run),
         canvas=matching.maskiou_resolution,
-        watch=watch,
     )
     findings = sorted(
         (problem for report in reports for problem in report.findings),
@@ -133,7 +132,7 @@ def convert(
     from learner.data.detection import detect_format
     from learner.data.files import write_lines
     from learner.data.formats import read_other, write_other
-    from learner.data.show import show_account, watch
+    from learner.data.show import show_account
     from learner.runs.atomic_files import require_free, require_new_file
 
     if from_format is None:
@@ -158,13 +157,13 @@ def convert(
     else:
         require_new_file("OUT", out)
     if from_format == "jsonl":
-        show_account(write_other(source, out, to_format, images or out.parent, geometry, watch))
+        show_account(write_other(source, out, to_format, images or out.parent, geometry))
         typer.echo(f"Data set: {out}")
         return
     if left_out is not None:
         require_new_file("--left-out", left_out)
     read = read_other(source, from_format, images, split)
-    conversion = convert(read, out, watch, geometry, order, skip_empty, scale, boxes)
+    conversion = convert(read, out, geometry, order, skip_empty, scale, boxes)
     show_account(conversion.account)
     if left_out is not None:
         lines = ({"file": str(source), **each} for each in conversion.account.left_out)

@@ -24,7 +24,6 @@ from learner.data.files import DataProblem
 from learner.data.images import (
     ImageResult,
     UnreadableImage,
-    Watch,
     image_problems,
     inspect_samples,
 )
@@ -57,7 +56,6 @@ def check_files(
     allow_poly: bool,
     lengths: SampleLengths | None,
     canvas: int,
-    watch: Watch,
 ) -> list[DataFile]:
     """Return the files with findings in line order.
 
@@ -67,7 +65,7 @@ def check_files(
     """
     files = [DataFile(path, allow_poly=allow_poly) for path in paths]
     samples = [sample for file in files for sample in file.samples]
-    results = inspect_samples(samples, watch, decode=True)
+    results = inspect_samples(samples, decode=True)
     rule = None if lengths is None else lengths.rule
     first_use: dict[bytes, Sample] = {}
     for file in files:

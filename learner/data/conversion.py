@@ -16,7 +16,6 @@ from learner.data.images import (
     ImageInfo,
     ImageResult,
     UnreadableImage,
-    Watch,
     inspect_all,
 )
 from learner.data.jsonl import Size, bounding_box
@@ -56,7 +55,6 @@ class Conversion(NamedTuple):
 def convert(
     source: Source,
     out: Path,
-    watch: Watch,
     geometry: GeometryKind = "bbox_2d",
     order: Order = "file",
     skip_empty: bool = False,
@@ -74,7 +72,7 @@ def convert(
     """
     account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
-    results = [result for _, result in watch(inspect_all(paths), len(paths))]
+    results = inspect_all(paths)
     readings = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion, folder = Conversion([], account), out.parent.resolve()

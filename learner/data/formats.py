@@ -14,7 +14,7 @@ from learner.data.coco import json_text, read_coco, to_coco, to_lvis
 from learner.data.conversations import read_conversations, swift_text
 from learner.data.detection import Format, OutFormat
 from learner.data.files import DataProblem
-from learner.data.images import ImageInfo, Watch, image_problems, inspect_samples
+from learner.data.images import ImageInfo, image_problems, inspect_samples
 from learner.data.jsonl import DataFile
 from learner.data.records import Account, Rule, Source
 from learner.runs.atomic_files import publish_directory, publish_text, writing
@@ -39,7 +39,7 @@ def read_other(
 
 
 def write_other(
-    source: Path, out: Path, form: OutFormat, images: Path, geometry: GeometryKind, watch: Watch
+    source: Path, out: Path, form: OutFormat, images: Path, geometry: GeometryKind
 ) -> Account:
     """Write a data file, with one image a sample, in another format; return the account.
 
@@ -48,7 +48,7 @@ def write_other(
     Raises ContractErrors: all problems of the data file, each at `file:line`.
     """
     file, account, polygons = DataFile(source, allow_poly=True), Account(), geometry == "poly"
-    results, names = inspect_samples(file.samples, watch), _names_of_images(file.samples)
+    results, names = inspect_samples(file.samples), _names_of_images(file.samples)
     for sample in file.samples:
         file.findings += image_problems(sample, results)
         if len(sample.images) > 1:

@@ -7,8 +7,9 @@ import hashlib
 import io
 import os
 import struct
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from rich.console import Console
+from rich.progress import Progress
 
 from learner.data.files import DataProblem
+from learner.runs.console import tell
 from learner.types import Sample
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
@@ -26,8 +30,8 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
 _TRANSPOSED = (5, 6, 7, 8)
 _REORIENTED = (2, 3, 4, *_TRANSPOSED)
-# Images that threads are given at a time.
-_AT_ONCE = 1000
+# Images between two updates of the progress, and seconds between two lines of it.
+_AT_ONCE, _EVERY_S = 100, 10.0
 # PNG chunks that may hold an orientation.
 _ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
@@ -48,9 +52,6 @@ class ImageInfo(NamedTuple):
 
 
 ImageResult = ImageInfo | UnreadableImage
-ImageResults = Iterable[tuple[Path, ImageResult]]
-# Passes results through and shows progress; the int is the number of images.
-Watch = Callable[[ImageResults, int], ImageResults]
 
 
 class ImageRule(Protocol):
@@ -66,12 +67,10 @@ class ImageRule(Protocol):
         """Return the tokens of an image of this size in pixels; None if it is too narrow."""
 
 
-def inspect_samples(
-    samples: Iterable[Sample], watch: Watch, *, decode: bool = False
-) -> dict[Path, ImageResult]:
-    """Return the result of each image of samples, as `inspect_image` does."""
+def inspect_samples(samples: Iterable[Sample], *, decode: bool = False) -> dict[Path, ImageResult]:
+    """Return the result of each image of samples, as `inspect_all` does."""
     paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
-    return dict(watch(inspect_all(paths, decode=decode), len(paths)))
+    return dict(zip(paths, inspect_all(paths, decode=decode), strict=True))
 
 
 def image_problems(
@@ -130,13 +129,27 @@ def inspect_image(path: Path, *, decode: bool = False) -> ImageResult:
         return error
 
 
-def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> ImageResults:
-    """Inspect images in threads; yield results in the order of `paths`."""
-    inspect = partial(inspect_image, decode=decode)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> list[ImageResult]:
+    """Inspect images in threads.
+
+    Process 0 shows a bar on a terminal, else a line every 10 s, on stderr.
+    """
+    shown = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    results: list[ImageResult] = []
+    last = time.monotonic()
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar,
+    ):
+        task = bar.add_task("Images", total=len(paths))
         for start in range(0, len(paths), _AT_ONCE):
             some = paths[start : start + _AT_ONCE]
-            yield from zip(some, pool.map(inspect, some), strict=True)
+            results += pool.map(partial(inspect_image, decode=decode), some)
+            bar.update(task, completed=len(results))
+            if not shown.is_terminal and time.monotonic() - last >= _EVERY_S:
+                tell(shown, f"Looked at {len(results)} of {len(paths)} images")
+                last = time.monotonic()
+    return results
 
 
 def _has_metadata_after_pixels(png: Path) -> bool:

@@ -25,7 +25,6 @@ from pathlib import Path
 from learner.data.images import (
     ImageResult,
     ImageRule,
-    Watch,
     image_problems,
     inspect_image,
     inspect_samples,
@@ -77,15 +76,13 @@ def _order(order: BatchOrder, epoch: int) -> Sequence[int]:
 BAD_SAMPLES = "bad_samples.jsonl"
 
 
-def image_faults(
-    samples: Sequence[Sample], rule: ImageRule, watch: Watch
-) -> dict[str, ContractError]:
+def image_faults(samples: Sequence[Sample], rule: ImageRule) -> dict[str, ContractError]:
     """Return the faults of samples' images by `sample_id`; only headers are read.
 
     An image must exist, have a known format and mode, have the size of its line, and an aspect
     ratio that the model's processor accepts.
     """
-    results = inspect_samples(samples, watch)
+    results = inspect_samples(samples)
     faults = ((sample.sample_id, _fault(sample, results, rule)) for sample in samples)
     return {sample_id: fault for sample_id, fault in faults if fault is not None}
 

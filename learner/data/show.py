@@ -1,7 +1,6 @@
-"""Terminal output of the data commands: tables and progress."""
+"""Terminal output of the data commands: tables, findings and accounts."""
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,13 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich import table as rich_table
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
 
 from learner.data.files import DataProblem
-from learner.data.images import ImageResults
 from learner.data.records import Account, Rule
-from learner.runs.console import tell
 from shared_contracts.cli import describe, printable
 
 if TYPE_CHECKING:  # it loads numpy
@@ -23,8 +19,6 @@ if TYPE_CHECKING:  # it loads numpy
 
 # Table width in characters if stdout is not a terminal.
 _PIPE_WIDTH = 160
-# Seconds between two lines of progress.
-_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -39,20 +33,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Text]]
     sortable: bool = False
-
-
-def watch(results: ImageResults, count: int) -> ImageResults:
-    """Pass results through; show a bar on a terminal, else a line every 10 s, on stderr."""
-    shown = Console(stderr=True)
-    if shown.is_terminal:
-        yield from track(results, "Images", total=count, console=shown, transient=True)
-        return
-    last = time.monotonic()
-    for done, result in enumerate(results, start=1):
-        if time.monotonic() - last >= _EVERY_S:
-            tell(shown, f"Looked at {done} of {count} images")
-            last = time.monotonic()
-        yield result
 
 
 def print_tables(tables: Iterable[Table]) -> None:

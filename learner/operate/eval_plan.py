@@ -13,7 +13,6 @@ from typing import Any
 
 from learner.config.schema import Config, FullTuner
 from learner.data.checkpoint import Checkpoint
-from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
 from learner.runs.checkpoint import MANIFEST, checkpoints_in, read_checkpoint
@@ -80,7 +79,7 @@ def plan_evaluation(
     if (file := data.absolute() if data else config.data.val_jsonl) is None:
         found = "is missing, and so is --data"
         raise ContractError("data.val_jsonl", found, "Name a file to evaluate on")
-    (file_samples,), bad = read_data(config, [file], scored, watch)
+    (file_samples,), bad = read_data(config, [file], scored)
     samples = [sample for sample in file_samples if sample.sample_id not in bad]
     placement = check_backend(evaluated, os.environ)
     folder = out.absolute() if out else evaluation_folder(config.training.output_dir, scored, file)

@@ -34,7 +34,7 @@ from learner.data.conversion import convert, write_records
 from learner.data.detection import detect_format
 from learner.data.files import capped
 from learner.data.formats import read_other
-from learner.data.show import check_tables, print_tables, show_account, watch
+from learner.data.show import check_tables, print_tables, show_account
 from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters
@@ -273,7 +273,7 @@ def as_data_file(option: str, source: Path, out: Path) -> Path:
             if error.where != "--split":
                 raise
             read = read_other(source, form, split=out.stem)
-        conversion = convert(read, out, watch)
+        conversion = convert(read, out)
         show_account(conversion.account, f"{source} is {form}")
         write_records(conversion, out)
     except ContractError as error:
@@ -291,7 +291,7 @@ def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -
     final: the paths of the files in the published folder.
     """
     canvas = MatchingConfig().maskiou_resolution
-    reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
+    reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas)
     for report, path in zip(reports, final, strict=True):
         if report.path != path:
             tell(console, f"Data file: {path}")

@@ -21,10 +21,8 @@ from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
 from learner.data.checkpoint import Checkpoint
 from learner.data.files import capped
-from learner.data.images import Watch
 from learner.data.jsonl import DataFile, read_samples
 from learner.data.order import image_faults
-from learner.data.show import watch
 from learner.rollout.colocate import Placement, place
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
@@ -189,7 +187,7 @@ def _check_data(run: StartUp) -> str:
         for file in filter(None, (run.config.data.train_jsonl, run.config.data.val_jsonl)):
             read_samples(file, allow_poly=run.config.allow_poly)
     require(run.checkpoint, "checkpoint")
-    run.read = read = read_inputs(run.config, run.environment)
+    run.read = read = read_inputs(run.config)
     run.samples = read.answered
     held_out = f", {len(read.val)} to validate on" if run.config.data.val_jsonl else ""
     return f"{len(read.train)} samples to train on{held_out}"
@@ -201,16 +199,15 @@ def _check_step(run: StartUp) -> str:
     return f"{run.config.training.total_steps(samples)} steps"
 
 
-def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
+def read_inputs(config: Config) -> RunInputs:
     """Read the data and the headers of all images; process 0 shows a progress bar."""
     files = (config.data.train_jsonl, config.data.val_jsonl)
-    shown = watch if environment.get("RANK", "0") == "0" else lambda results, _: results
-    (train, val), bad = read_data(config, files, config.model.model, shown)
+    (train, val), bad = read_data(config, files, config.model.model)
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 
 
 def read_data(
-    config: Config, files: Sequence[Path | None], checkpoint: Path, shown: Watch
+    config: Config, files: Sequence[Path | None], checkpoint: Path
 ) -> tuple[list[list[Sample]], dict[str, ContractError]]:
     """Return the samples of each file (none for None), and the faults of bad samples by id.
 
@@ -220,7 +217,7 @@ def read_data(
     `data.on_bad_sample` is skip, for bad samples.
     """
     samples = [read_samples(file, allow_poly=config.allow_poly) if file else [] for file in files]
-    bad = image_faults(list(chain(*samples)), Checkpoint(checkpoint).image_rule, shown)
+    bad = image_faults(list(chain(*samples)), Checkpoint(checkpoint).image_rule)
     if bad and config.data.on_bad_sample == "stop":
         raise capped("data", list(bad.values()))
     for file, own in zip(files, samples, strict=True):

@@ -85,7 +85,7 @@ def test_a_reader_of_its_own_is_converted(folder: Path, monkeypatch: pytest.Monk
     (folder / "boxes.csv").write_text("image,name,x1,y1,x2,y2\na.png,cat,10,5,50,25\n")
     monkeypatch.syspath_prepend(folder)
     source = importlib.import_module("csv_boxes").read_csv(folder / "boxes.csv", folder)
-    found = convert(source, folder / "data.jsonl", lambda looks, _: looks)
+    found = convert(source, folder / "data.jsonl")
     (record,) = found.records
     assert record["objects"] == [{"desc": "cat", "bbox_2d": [100, 100, 500, 500]}]
     assert not found.account.left_out

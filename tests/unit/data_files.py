@@ -8,7 +8,6 @@ from typing import Any
 from PIL import Image
 
 from learner.data.checkpoint import Checkpoint
-from learner.data.images import ImageResults
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject
@@ -52,10 +51,6 @@ def paint_all(folder: Path, names: Sequence[str]) -> None:
     """Images of one size, no two alike."""
     for index, name in enumerate(names):
         paint(folder / name, colour=(index, 255 - index, 0))
-
-
-def unwatched(looks: ImageResults, count: int) -> ImageResults:
-    return looks
 
 
 def lengths_of(

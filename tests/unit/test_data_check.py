@@ -16,7 +16,6 @@ from tests.unit.data_files import (
     line,
     paint,
     paint_all,
-    unwatched,
     write_lines,
 )
 
@@ -26,7 +25,7 @@ CAT = box("cat", 10, 20, 300, 400)
 
 
 def check(*paths: Path, lengths: SampleLengths | None = None) -> list[DataFile]:
-    return check_files(paths, allow_poly=False, lengths=lengths, canvas=256, watch=unwatched)
+    return check_files(paths, allow_poly=False, lengths=lengths, canvas=256)
 
 
 def found(path: Path) -> list[tuple[int, str, bool]]:
@@ -112,7 +111,7 @@ def test_an_object_that_covers_no_pixel_of_the_canvas_is_a_warning(tmp_path: Pat
     flat = {"desc": "stick", "poly": [0, 0, 0, 0, 10, 10, 500, 500]}
     bow = {"desc": "bow", "poly": [0, 0, 10, 10, 10, 0, 0, 10]}
     path = write_lines(tmp_path / "polygons.jsonl", line("a.png", flat, bow))
-    (report,) = check_files([path], allow_poly=True, lengths=None, canvas=256, watch=unwatched)
+    (report,) = check_files([path], allow_poly=True, lengths=None, canvas=256)
     (finding,) = report.findings
     assert "objects[0] 'stick'" in finding.found
 

@@ -15,7 +15,7 @@ from learner.data.detection import Format, detect_format
 from learner.data.jsonl import read_samples
 from learner.data.records import Corners, Rule, Scale
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import box, line, paint, unwatched, write_lines
+from tests.unit.data_files import box, line, paint, write_lines
 
 pytestmark = pytest.mark.req("IO-01", "DATA-01")
 
@@ -52,7 +52,7 @@ def converted(
 ) -> Conversion:
     file = write_lines(folder / "data.jsonl", *records)
     read = read_conversations(file, folder)
-    return convert(read, folder / "out.jsonl", unwatched, scale=scale, corners=corners)
+    return convert(read, folder / "out.jsonl", scale=scale, corners=corners)
 
 
 def objects(conversion: Conversion) -> list[tuple[str, list[int]]]:

@@ -20,7 +20,7 @@ from learner.data.toy import make_data
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import paint, paint_all, unwatched
+from tests.unit.data_files import paint, paint_all
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02", "IO-01")
 
@@ -55,7 +55,7 @@ def converted(
     listed = [image(1)] if images is None else images
     document = {"images": listed, "annotations": annotations, "categories": categories}
     source = read_coco(written(folder, document), folder)
-    return convert(source, folder / "out.jsonl", unwatched, **wanted)
+    return convert(source, folder / "out.jsonl", **wanted)
 
 
 def geometries(conversion: Conversion) -> list[list[int]]:
@@ -142,14 +142,14 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
     annotations[0] |= {"bbox": None, "segmentation": RLE}
     out = folder / "out.jsonl"
     source = read_coco(written(folder, document), folder)
-    found = geometries(convert(source, out, unwatched, scale=scale, corners="xyxy"))
+    found = geometries(convert(source, out, scale=scale, corners="xyxy"))
     assert found == [BINS, [500, 500, 999, 999], [0, 500, 500, 999], [500, 0, 999, 500]]
     annotations[0] |= {"bbox": stated[0]}
     source = read_coco(written(folder, document), folder)
     with pytest.raises(ContractError, match="4 of 5 boxes leave their images") as caught:
-        convert(source, out, unwatched, scale=scale)
+        convert(source, out, scale=scale)
     assert (caught.value.where, caught.value.found[-9:]) == ("--boxes", "corners 0")
-    assert convert(source, out, unwatched, scale=scale, corners="xywh").objects == 4
+    assert convert(source, out, scale=scale, corners="xywh").objects == 4
 
 
 def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:
@@ -307,7 +307,7 @@ def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
         (tmp_path / "lists" / "o.jsonl", "../photos/a/x.png"),
         (link / "o.jsonl", "x.png"),
     ):
-        conversion = convert(read_coco(listed, link), out, unwatched)
+        conversion = convert(read_coco(listed, link), out)
         assert conversion.records[0]["images"] == [path]
         write_records(conversion, out)
         assert read_samples(out, allow_poly=False)
@@ -328,7 +328,7 @@ def test_images_are_found_in_the_layout_of_coco(tmp_path: Path, file: str, names
     document = {"images": images, "annotations": [], "categories": []}
     (lists / file).write_text(json.dumps(document))
     out = tmp_path / "own" / "data.jsonl"
-    conversion = convert(read_other(lists / file, "coco"), out, unwatched)
+    conversion = convert(read_other(lists / file, "coco"), out)
     assert [each["images"] for each in conversion.records] == [["../train2017/x.png"]]
 
 
