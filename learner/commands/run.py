@@ -44,8 +44,6 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with waiting_for("PyTorch and its libraries to be imported"):
             from learner.training.train import train as run
-
-        expect_full_disks_in_threads()
         folder = run(parsed, inputs, clients, console)
     tell(console, f"Run folder: {folder}")
     if parsed.training.push_to_hub and first:

@@ -4,21 +4,16 @@ import errno
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from shared_contracts.errors import ContractError, RunError
 
-# Errors of full and read-only disks, and what to do.
-_NO_WRITING = {
-    errno.ENOSPC: "Make room on that disk",
-    errno.EDQUOT: "Make room within your quota",
-    errno.EROFS: "Mount that disk for writing",
-}
+# Errors of full and read-only disks.
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # In the error that torch.save raises after a failed write. The error has no cause: the disk counts
 # as full if it has less than `_FULL_BYTES` free.
 _TORCH_WRITER = "inline_container"
@@ -70,7 +65,6 @@ def require_free(out: Path) -> None:
             "it exists already and is not an empty directory",
             "Name a new directory, or remove this one first.",
         )
-    require_folder(str(out), out)
 
 
 def require_new_file(option: str, path: Path) -> None:
@@ -89,28 +83,24 @@ def require_file(option: str, path: Path) -> None:
 
 def require_folder(where: str, folder: Path) -> None:
     """Raise ContractError unless `folder` can be made, or new files can be made in it."""
-    _require_writable(where, folder, folder.absolute(), "Name a folder that can be written to.")
+    _require_writable(where, folder, folder.absolute())
 
 
 def _require_parent(where: str, path: Path) -> None:
-    do = "Name a path in a folder that can be written to."
-    _require_writable(where, path, path.absolute().parent, do)
+    _require_writable(where, path, path.absolute().parent)
 
 
-def _require_writable(where: str, path: Path, folder: Path, do: str) -> None:
+def _require_writable(where: str, path: Path, folder: Path) -> None:
     """Raise ContractError unless a file can be made in `folder`, or in its nearest parent."""
-    can = "cannot be made"
     try:
-        if path.exists() and folder == path.absolute():
-            can = "cannot be written to"
+        path.exists()  # raises for a name that is too long
         while not folder.exists():
             folder = folder.parent
         with tempfile.TemporaryDirectory(dir=folder):
             pass
     except OSError as error:
-        named = path if error.errno == errno.ENAMETOOLONG else folder
-        found = f"{path} {can} ({error.strerror}: {named})"
-        raise ContractError(where, found, do) from error
+        found = f"{path} cannot be written ({error.strerror}: {folder})"
+        raise ContractError(where, found, "Name a path that can be written to.") from error
 
 
 def publish_text(path: Path, text: str) -> None:
@@ -125,18 +115,9 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append the whole line or nothing; raises RunError if the disk is full."""
-    with writing(path), path.open("ab", buffering=0) as file:
-        before = file.tell()
-        data = f"{line}\n".encode()
-        try:
-            written = file.write(data)
-            while written < len(data):
-                written += file.write(data[written:])
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
+    """Append a line; readers ignore an incomplete last one. Raises RunError on a full disk."""
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 @contextmanager
@@ -164,28 +145,13 @@ def writing(path: Path) -> Iterator[None]:
         if (code := _no_writing(error, path)) is None:
             raise
         raise RunError(
-            f"cannot write {path}: {os.strerror(code)}. {_NO_WRITING[code]}, or set "
+            f"cannot write {path}: {os.strerror(code)}. Make room on that disk, or set "
             "training.output_dir to a folder on another disk, and start again"
         ) from error
 
 
-def expect_full_disks_in_threads() -> None:
-    """Print no traceback if a thread fails on a full or read-only disk.
-
-    TensorBoard's writer thread fails first; the logging thread then raises the same error.
-    """
-    former = threading.excepthook
-
-    def hook(unhandled: threading.ExceptHookArgs) -> None:
-        error = unhandled.exc_value
-        if not (isinstance(error, OSError) and error.errno in _NO_WRITING):
-            former(unhandled)
-
-    threading.excepthook = hook
-
-
 def _no_writing(error: Exception, path: Path) -> int | None:
-    """Return the key of `_NO_WRITING` for an error; None for other errors."""
+    """Return which of `_NO_WRITING` an error is; None for other errors."""
     if isinstance(error, OSError):
         return error.errno if error.errno in _NO_WRITING else None
     if isinstance(error, SafetensorError):
