@@ -39,8 +39,7 @@ def read_conversations(path: Path, folder: Path) -> Source:
     """
     account, pictures = Account(), list[SourceImage]()
     for where, record in records(path):
-        names = _images(record) if isinstance(record, dict) else ()
-        images = [SourceImage(name, name, None) for name in names]
+        images = [SourceImage(name, name, None) for name in _images(record)]
         boxes = _objects(record, len(images)) if images else None
         if boxes is None:
             account.note(Rule.NO_BOXES, where)

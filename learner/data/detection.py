@@ -32,8 +32,7 @@ def detect_format(path: Path) -> Format:
         lines = '"objects":' in text.partition("\n")[0]  # of a data file, whatever its suffix
         if not lines and ('"category_id"' in text or '"categories"' in text):
             return "lvis" if '"neg_category_ids"' in text else "coco"
-    where, record = next(records(path), (str(path), None))
-    record = record if isinstance(record, dict) else {}
+    where, record = next(records(path), (str(path), {}))
     lists = [record[key] for key in LISTS if isinstance(record.get(key), list)]
     keys = {key for each in lists for entry in each if isinstance(entry, dict) for key in entry}
     images = record["images"] if isinstance(record.get("images"), list) else []

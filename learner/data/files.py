@@ -131,17 +131,17 @@ def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool
     raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
 
 
-def records(path: Path) -> Iterator[tuple[str, Any]]:
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, record) for each line of JSONL, or entry of a JSON list or lone object.
 
-    Blank lines are skipped.
+    Blank lines are skipped. An entry that is no object has an empty record.
     """
     first = next((raw.strip() for raw in raw_lines(path) if raw.strip()), b"")
     if first.startswith(b"[") or first == b"{":  # one JSON value over several lines
         do = "Write a JSON list, or JSONL."
         value = strict_json(read_text(path, do), str(path), do)
         for index, entry in enumerate(value if isinstance(value, list) else [value]):
-            yield f"{path.name}[{index}]", entry
+            yield f"{path.name}[{index}]", entry if isinstance(entry, dict) else {}
     else:
         for number, raw in enumerate(raw_lines(path), start=1):
             if raw.strip():

@@ -235,18 +235,16 @@ def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
     return fits and all(0 <= k <= MAX_BIN for k in coords)
 
 
-def build_messages(sample: Sample, prompt: str, system: str | None) -> list[Message]:
-    """Return the system message, if any, and one user message: images, then the prompt."""
+def build_request(sample: Sample, prompt: str, system: str | None) -> RolloutInferRequest:
+    """Return the `/infer/` request of a sample; images are paths that the server reads.
+
+    It has the system message, if any, and one user message: images, then the prompt.
+    """
     content: list[ContentPart] = [ImagePart(type="image") for _ in sample.images]
     content.append(TextPart(type="text", text=prompt))
     messages = [Message(role="system", content=system)] if system is not None else []
-    return [*messages, Message(role="user", content=content)]
-
-
-def build_request(sample: Sample, prompt: str, system: str | None) -> RolloutInferRequest:
-    """Return the `/infer/` request of a sample; images are paths that the server reads."""
     return RolloutInferRequest(
-        messages=build_messages(sample, prompt, system),
+        messages=[*messages, Message(role="user", content=content)],
         images=[str(path) for path in sample.images],
         uuid=sample.sample_id,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from learner.data.checkpoint import Checkpoint
 from learner.data.images import ImageInfo, image_problems, inspect_image
-from learner.data.jsonl import build_messages
+from learner.data.jsonl import build_request
 from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
 
@@ -71,7 +71,7 @@ class SampleLengths:
         if count not in self._text_tokens:
             from transformers.utils.chat_template_utils import render_jinja_template  # takes 1 s
 
-            messages = build_messages(sample, self._prompt, self._system)
+            messages = build_request(sample, self._prompt, self._system).messages
             rendered: Any = render_jinja_template(
                 [[message.model_dump(exclude_none=True) for message in messages]],
                 chat_template=self._template,
