@@ -16,7 +16,7 @@ A warning does not stop a run. The first two are problems in a file with faulty 
 
 import re
 import unicodedata
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from learner.data.boxes import FAULTY, Reading, find_reading
@@ -45,6 +45,9 @@ _TO_BINS: dict[Scale, str] = {
 # Markup of chat templates and other formats.
 _MARKUP = re.compile(r"</?(?:bbox|ref-object|box|ref|quad|image|video|img|tool_call|think)>")
 
+# Digest of an image file -> the first file and sample that show it.
+FirstUse = dict[bytes, tuple[DataFile, Sample]]
+
 
 def _warning(kind: str, where: str, found: str, do: str) -> DataProblem:
     return DataProblem(kind, where, found, do, warning=True)
@@ -67,17 +70,16 @@ def check_files(
     samples = [sample for file in files for sample in file.samples]
     results = inspect_samples(samples, decode=True)
     rule = None if lengths is None else lengths.rule
-    first_use: dict[bytes, Sample] = {}
+    first_use: FirstUse = {}
     for file in files:
         faulty = any(each.kind == "geometry" for each in file.findings)
         file.findings[:0] = _doubts(file.boxes, warning=not faulty)
-        own = {sample.sample_id for sample in file.samples}
         for sample in file.samples:
             file.findings += _of_objects(sample, canvas)
             if lengths is not None:
                 file.findings += _of_lengths(sample, lengths)
             file.findings += image_problems(sample, results, rule)
-            file.findings += _of_same_images(sample, results, first_use, own)
+            file.findings += _of_same_images(file, sample, results, first_use)
         file.findings.sort(key=line_of)
     return files
 
@@ -163,24 +165,18 @@ def _of_lengths(sample: Sample, lengths: SampleLengths) -> Iterator[DataProblem]
 
 
 def _of_same_images(
-    sample: Sample,
-    results: Mapping[Path, ImageResult],
-    first_use: dict[bytes, Sample],
-    own: Container[str],
+    file: DataFile, sample: Sample, results: Mapping[Path, ImageResult], first_use: FirstUse
 ) -> Iterator[DataProblem]:
-    """Yield warnings about images with the bytes of an earlier sample's.
-
-    own: ids of the samples of the sample's file.
-    """
+    """Yield warnings about images with the bytes of an earlier sample's."""
     for path in dict.fromkeys(sample.images):
         if isinstance(result := results[path], UnreadableImage):
             continue
-        first = first_use.setdefault(result.digest, sample)
+        first_file, first = first_use.setdefault(result.digest, (file, sample))
         if first is sample:
             continue
         alike = "the same" if sample.objects == first.objects else "other"
         found = f"image {path} is that of {first.sample_id}, with {alike} objects"
         kind, do = "same image in one file", "Keep one of the lines."
-        if first.sample_id not in own:
+        if first_file is not file:
             kind, do = "same image in two files", "Keep it in one of the files."
         yield _warning(kind, sample.sample_id, found, do)

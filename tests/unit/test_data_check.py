@@ -131,6 +131,7 @@ def test_an_image_that_comes_twice_is_a_warning(tmp_path: Path) -> None:
     assert (leak.kind, leak.warning) == ("same image in two files", True)
     told = f"image {tmp_path / 'copy.png'} is that of {train}:1, with the same objects"
     assert leak.found == told
+    assert [each.kind for each in check(val, val)[1].findings] == ["same image in two files"]
 
 
 XYWH = "x, y, width, height"
