@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import TCPStore
 
 from shared_contracts.weights import (
     CommunicatorReady,
@@ -24,7 +24,7 @@ from shared_contracts.weights import (
     WeightStatus,
     plan_buckets,
 )
-from tests.contract.weight_sender import digest
+from tests.contract.weight_sender import digest, join
 from tests.unit.scripted_server import Reply, ScriptedServer, problem
 
 
@@ -57,23 +57,10 @@ def open_store(asked: InitCommunicator, attempt: str | None = None) -> TCPStore:
     return store
 
 
-def join(store: TCPStore, number: int = 0) -> ProcessGroupGloo:
-    """Join a group of two as rank 1."""
-    keys = PrefixStore(f"group/{number}", store)
-    keys.set("ready/1", "")
-    keys.wait(["ready/0", "ready/1"])
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=60)
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = ProcessGroupGloo(keys, 1, 2, options)
-    group.allreduce(torch.zeros(1)).wait()  # type: ignore[attr-defined]
-    return group
-
-
 class Worker:
-    """Rank 1 of a real group of each sender, behind the routes of a scripted server.
+    """Rank 1 of a real group of two, behind the routes of a scripted server.
 
-    received: tensors of the newest update, by name; the same from every sender.
+    received: tensors of the newest update, by name.
     breaks_after: so many buckets; then the call fails, while the worker stays in its group.
     """
 
@@ -81,7 +68,7 @@ class Worker:
         self.received: dict[str, Tensor] = {}
         self.groups_formed = 0
         self.breaks_after: int | None = None
-        self._version, self._groups = 0, list[Any]()
+        self._version, self._group = 0, None
         server.routes |= {
             "POST /init_communicator/": self.init,
             "POST /start_weight_update/": self.start,
@@ -95,7 +82,9 @@ class Worker:
         self._asked = InitCommunicator.model_validate(body)
         self.leave()
         if self._asked.world_size > 1:
-            self._form_groups()
+            _store = open_store(self._asked)
+            self._group = join(self._asked.port, 1, 2, 60.0)
+            self.groups_formed += 1
         return CommunicatorReady(
             weights_version=0,
             world_size=self._asked.world_size,
@@ -104,21 +93,14 @@ class Worker:
             dtype="bfloat16",
         )
 
-    def _form_groups(self) -> None:
-        store = open_store(self._asked)
-        self._groups = [join(store, number) for number in range(self._asked.senders)]
-        self.groups_formed += 1
-
     def start(self, body: object) -> Reply:
         self._manifest = StartWeightUpdate.model_validate(body)
         return self._status("UPDATING")
 
     def update(self, body: object) -> Reply:
-        for number, group in enumerate(self._groups):
-            former, self.received = self.received, {}
-            if not self._receive(group):
-                return problem("weight-transfer-failed", "server: no such name", "transfer")
-            assert not number or all(torch.equal(self.received[n], former[n]) for n in former)
+        self.received = {}
+        if not self._receive(self._group):
+            return problem("weight-transfer-failed", "server: no such name", "transfer")
         return self._status("UPDATING")
 
     def finish(self, body: object) -> Reply:
@@ -129,8 +111,9 @@ class Worker:
         return self._report(int(query.partition("&")[0].removeprefix("version=")), len(content))
 
     def leave(self, body: object = None) -> Reply:
-        while self._groups:
-            self._groups.pop().shutdown()
+        if self._group:
+            self._group.shutdown()
+            self._group = None
         return self._status("READY")
 
     def _receive(self, group: Any) -> bool:

@@ -27,8 +27,9 @@ from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
 from shared_contracts.errors import ContractError
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
+from tests.contract.weight_sender import join
 from tests.unit.fleets import wait_until
-from tests.unit.push_worker import Weights, Worker, join, open_store
+from tests.unit.push_worker import Weights, Worker, open_store
 from tests.unit.scripted_server import HangUp, Reply, ScriptedServer, problem, scripted_server
 
 ROUTES = {
@@ -383,7 +384,7 @@ def test_a_process_ends_though_its_collective_hangs() -> None:
         group.abandon()
     """
     asked = body(free_ports(1)[0], timeout_s=600)
-    store = open_store(asked)
+    _store = open_store(asked)
     with subprocess.Popen([sys.executable, "-c", program, asked.model_dump_json()]) as ours:
-        _group = join(store)
+        _group = join(asked.port, 1, 2, 60.0)
         assert ours.wait(120.0) == 0
