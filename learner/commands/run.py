@@ -12,7 +12,7 @@ from rich.console import Console
 
 from learner.commands.config import ConfigFile, ConfigOption, Seed, only_config
 from learner.distributed.waiting import reporting_waits, use_passive_wait, waiting_for
-from learner.runs.atomic_files import expect_full_disks_in_threads, require_free
+from learner.runs.atomic_files import require_free
 from learner.runs.console import showing_waits, tell
 
 
