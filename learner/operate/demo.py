@@ -22,7 +22,7 @@ from rich.text import Text
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
-from learner.analysis.evaluation.scores import Evaluation, Scores
+from learner.analysis.evaluation.scores import Scores
 from learner.analysis.report.run_page import renew
 from learner.analysis.report.run_view import REPORT
 from learner.config import load_config
@@ -34,17 +34,15 @@ from learner.data.show import Table, print_tables
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.models.toy_vision import Losses, pretrain_vision
-from learner.operate.eval_plan import evaluation_folder
-from learner.operate.eval_run import keep_evaluation
+from learner.operate.eval_plan import plan_evaluation
+from learner.operate.eval_run import run_evaluation
 from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
 from learner.runs.atomic_files import publish_text, require_free
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
-from learner.training.evaluation import score_checkpoint
 from learner.training.input_checks import check_inputs, generates
 from learner.training.server_checks import reach_servers
 from learner.training.train import train
-from learner.types import Sample
 
 CONFIGS = Path(__file__).resolve().with_name("demo_configs")
 SCHEMA = "schema.json"
@@ -148,7 +146,7 @@ def _pretrain(demo: Demo, model: Path) -> None:
 
 def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
     """Run all trainings, and score before and after each. first: of the model before any."""
-    held_out, config = read_samples(demo.data.val_jsonl, allow_poly=False), first
+    config = first
     if demo.world == "crowded":
         server.wait_until_healthy(SERVER_START_S)  # before an hour of training
         distinct = _config(demo, DISTINCT, demo.model, ToyData.under(demo.distinct))
@@ -158,33 +156,28 @@ def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
     demo.begin(f"Warm-up in channel A: {demo.folder / WARMUP}")
     _train(config, demo.console)
     server.wait_until_healthy(SERVER_START_S)
-    rows = [("before training", _score(first, held_out).scores)]
-    rows.append(("after the warm-up", _evaluate(demo, config, held_out)))
+    rows = [("before training", _score(demo, first))]
     warm = _last_checkpoint(config)
+    rows.append(("after the warm-up", _score(demo, config, warm)))
     config = _config(demo, TWO_CHANNEL, warm)
     demo.begin(f"Two channels, corrected answers of the server: {demo.folder / TWO_CHANNEL}")
     _train(config, demo.console)
     demo.begin("Scoring the held-out scenes")
-    rows.append(("after both channels", _evaluate(demo, config, held_out)))
+    rows.append(("after both channels", _score(demo, config, _last_checkpoint(config))))
     if demo.control:
         config = _config(demo, CHANNEL_A, warm)
         demo.begin(f"Channel A alone, as many steps: {demo.folder / CHANNEL_A}")
         _train(config, demo.console)
-        rows.append(("after channel A alone", _evaluate(demo, config, held_out)))
+        rows.append(("after channel A alone", _score(demo, config, _last_checkpoint(config))))
     return rows
 
 
-def _evaluate(demo: Demo, config: Config, held_out: list[Sample]) -> Scores:
-    """Score the last checkpoint of a run, write its evaluation folder, and renew its page."""
-    run, checkpoint = Path(config.training.output_dir), _last_checkpoint(config)
-    last = config.model_copy(
-        update={"model": config.model.model_copy(update={"model": checkpoint})}
-    )
-    evaluation, data = _score(last, held_out), demo.data.val_jsonl
-    out = evaluation_folder(run, checkpoint, data)
-    keep_evaluation(evaluation, last, data, out)
-    renew(run, demo.console)
-    return evaluation.scores
+def _score(demo: Demo, config: Config, checkpoint: Path | None = None) -> Scores:
+    """Evaluate `model.model` or a checkpoint of the run, and renew the run's page."""
+    plan = plan_evaluation(config, checkpoint)
+    scored = run_evaluation(plan, reach_servers(plan.config), demo.console)
+    renew(Path(config.training.output_dir), demo.console)
+    return scored.scores
 
 
 def _server_options(demo: Demo) -> list[str]:
@@ -220,10 +213,6 @@ def _train(config: Config, console: Console) -> None:
     inputs = check_inputs(config)
     clients = reach_servers(config) if generates(config) else []
     train(config, inputs, clients, console)
-
-
-def _score(config: Config, held_out: list[Sample]) -> Evaluation:
-    return score_checkpoint(config, held_out, reach_servers(config))
 
 
 def _last_checkpoint(config: Config) -> Path:

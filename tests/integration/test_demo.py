@@ -29,7 +29,7 @@ def test_demo_raises_the_score_of_held_out_scenes(tmp_path: Path) -> None:
         code = running.process.wait()
     printed = running.printed()
     assert code == 0, printed
-    scores = dict(re.findall(r"│ (\w[\w -]+?) +│ (\d\.\d+)", printed))
+    scores = dict(re.findall(r"^(\w[\w -]+?) {2,}(\d\.\d+)", printed, re.MULTILINE))
     before, _, both, alone = scores
     assert (before, both, alone) == (
         "before training",
