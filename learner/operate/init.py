@@ -14,7 +14,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters
 from learner.operate.doctor.weights import why_untrained
-from learner.operate.estimate.report import Estimate, estimate
+from learner.operate.estimate.report import estimate
 from learner.operate.estimate.step import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
@@ -350,15 +350,10 @@ def shapes(plan: Plan) -> Iterator[Plan]:
             learner *= 2
 
 
-def choose_shape(
-    plan: Plan,
-    samples: Sequence[Sample],
-    console: Console,
-    count: Callable[[Config, Sequence[Sample], Gpu, int], Estimate] = estimate,
-) -> Plan:
+def choose_shape(plan: Plan, samples: Sequence[Sample], console: Console) -> Plan:
     """Return the first shape that fits, by the estimate of a step on the longest samples.
 
-    samples: longest first. count: the function `estimate`.
+    samples: longest first.
 
     Raises ContractError, with the last shape's reason, if no shape fits.
     """
@@ -367,7 +362,7 @@ def choose_shape(
         return replace(next(shapes(plan)), estimate=note)
     reason = ""
     for shape in shapes(plan):
-        found = count(shape.config(), samples, gpu, shape.learner_gpus)
+        found = estimate(shape.config(), samples, gpu, shape.learner_gpus)
         need = f"{gib(found.largest.total)} of {gib(found.room)}"
         note = f"Estimate for {gpu.name}, on the longest samples: the learner needs {need}."
         fitted = replace(shape, estimate=note)

@@ -17,7 +17,6 @@ from learner.data.checkpoint import Checkpoint
 from learner.data.toy import ToyData
 from learner.models.load import check_parameters, load_model, read_model
 from learner.models.toy import make_model
-from learner.operate.doctor import weights
 from learner.operate.export import export, require_exportable
 from learner.rollout.sync.weights import MergedWeights
 from learner.runs.checkpoint import MANIFEST
@@ -96,7 +95,7 @@ def test_an_adapter_is_a_model_to_train(
     for tuner in ({}, {**LORA, "train_coordinate_rows": False}):
         loaded = load_model(small_config(adapter, toy_data, tmp_path, tuner=tuner))
         assert_same(dict(MergedWeights(loaded.model).tensors("float32")), wanted)
-    weights.check_weights(small_config(adapter, toy_data, tmp_path))
+    check_parameters(adapter)
 
 
 def test_an_adapter_on_an_adapter_names_it(

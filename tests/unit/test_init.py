@@ -242,17 +242,19 @@ def test_smallest_change_that_fits_is_chosen(
     states: float,
     pack: float,
     chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """states, pack: GiB of all weights, and of a pack of 12,000 tokens."""
     count = Counted(states, pack)
+    monkeypatch.setattr("learner.operate.init.estimate", count)
     plan = plan_of(toy_checkpoint, toy_data, tmp_path, gpus=gpus, lora=lora)
     console = Console(file=io.StringIO(), width=200)
     if chosen.startswith("nothing"):
         with pytest.raises(ContractError, match=chosen) as caught:
-            choose_shape(plan, [], console, count)
+            choose_shape(plan, [], console)
         assert "GiB" in caught.value.found
         return
-    found = choose_shape(plan, [], console, count)
+    found = choose_shape(plan, [], console)
     assert str(found).startswith(chosen)
     config = found.config()
     assert (config.training.data_parallel == "fsdp2") == (found.learner_gpus > 1)

@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Literal
 
 from rich.text import Text
@@ -98,30 +97,19 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
         do = "Set it to server and name them in rollout_matching.vllm.server.servers"
         raise ContractError("rollout_matching.vllm.mode", found, do)
     disable_progress_bar()
-    findings: list[CheckResult] = []
-    for check in _checks(config, findings, push):
+    run, machine, findings = StartUp(config, patience_s=PATIENCE_S), Machine(), list[CheckResult]()
+    checks = [*input_checks(run), *weight_checks(run), *machine_checks(run, machine)]
+    if not (generates(config) or push):
+        checks.append(Check("servers", lambda: "the run requests no rollouts"))
+    elif backend != "server":
+        checks.append(Check("servers", lambda: f"none: {backend} needs no server"))
+    else:
+        checks += [*server_checks(run), *answer_checks(run, machine)]
+    if push:
+        checks.append(Check("push", lambda: _push(run, findings)))
+    for check in checks:
         findings += (new := run_check(check))
         yield from new
-
-
-def _checks(config: Config, findings: list[CheckResult], push: bool) -> Iterator[Check]:
-    """Yield the checks. findings: those of earlier checks; the caller appends to it."""
-    run = StartUp(config, patience_s=PATIENCE_S)
-    machine = Machine()
-    yield from input_checks(run)
-    if not any(finding.check == "checkpoint" and finding.status == "fail" for finding in findings):
-        yield from weight_checks(config)
-    yield from machine_checks(run, machine)
-    if not (generates(config) or push):
-        yield Check("servers", lambda: "the run requests no rollouts")
-        return
-    if config.rollout_matching.backend != "server":
-        yield Check("servers", lambda: f"none: {config.rollout_matching.backend} needs no server")
-        return
-    yield from server_checks(run)
-    yield from answer_checks(run, machine)
-    if push:
-        yield Check("push", partial(_push, run, findings))
 
 
 def _push(run: StartUp, findings: list[CheckResult]) -> str:

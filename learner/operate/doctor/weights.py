@@ -18,27 +18,27 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.training.backends import bucket_bytes_of, transport_of
-from learner.training.checks import Caution, Check
-from learner.training.input_checks import generates
+from learner.training.checks import Caution, Check, require
+from learner.training.input_checks import StartUp, generates
 from shared_contracts.errors import ContractError
 
 
-def weight_checks(config: Config) -> list[Check]:
-    """Return the checks of a folder that passed the check `checkpoint`."""
+def weight_checks(run: StartUp) -> list[Check]:
     return [
-        Check("weights", lambda: check_weights(config)),
-        Check("coordinate rows", lambda: check_rows(config)),
+        Check("weights", lambda: _check_weights(run)),
+        Check("coordinate rows", lambda: _check_rows(run)),
     ]
 
 
-def check_weights(config: Config) -> str:
-    check_parameters(config.model.model)
-    return f"{config.model.model} has every parameter of its config"
+def _check_weights(run: StartUp) -> str:
+    folder = require(run.checkpoint, "checkpoint")
+    check_parameters(folder)
+    return f"{folder} has every parameter of its config"
 
 
-def check_rows(config: Config) -> str:
+def _check_rows(run: StartUp) -> str:
     """Check that the rows of the coordinate tokens look trained; raise `Caution` with a remedy."""
-    folder, tuner = config.model.model, config.tuner
+    folder, tuner = require(run.checkpoint, "checkpoint"), run.config.tuner
     why = why_untrained(folder)
     if why is None:
         return "those of the 1000 coordinate tokens look trained"
@@ -46,7 +46,7 @@ def check_rows(config: Config) -> str:
     if isinstance(tuner, LoraTuner) and (tuner.adapts_rows or not tuner.train_coordinate_rows):
         found += ", and are left to adapters"
         do = "Set tuner.train_coordinate_rows to auto, with embed_tokens and lm_head no targets"
-    elif generates(config):
+    elif generates(run.config):
         found += "; this run trains them"
         do = "Train channel A alone first (b_ratio: 0): answers hold no coordinates before that"
     else:

@@ -21,7 +21,6 @@ from learner.models.packs import Pack, Segment, make_pack
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.packing import StepPacker
-from learner.stages.tokens import token_table
 from learner.training.recipes import Recipe, recipe_of
 from learner.types import Channel, Sample
 from shared_contracts.footprint import GIB
@@ -120,14 +119,11 @@ def meta_model(config: Config) -> LoadedModel:
     Raises as `on_meta` and `tuned` do.
     """
     model, tuner = on_meta(config), config.tuner
-    processor = read_processor(config.model.model)
-    vocab = token_table(processor.tokenizer).vocab
-    rows = list[int]()
+    loaded, rows = LoadedModel(model, read_processor(config.model.model)), list[int]()
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
-        rows = [] if tuner.train_coordinate_rows is False else vocab.ids
+        rows = [] if tuner.train_coordinate_rows is False else loaded.vocab.ids
     with torch.device("meta"):
-        trained = tuned(model, tuner, rows)
-    return LoadedModel(trained, processor)
+        return replace(loaded, model=tuned(model, tuner, rows))
 
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:
