@@ -95,14 +95,13 @@ def split_devices(
         do = "Give it once for each server, in their order, as in 0,1"
         faults.append((SERVER_GPUS, found, do))
     for option, text in (*given, (TRAIN_GPUS, options.train_gpus or "")):
-        parts = text.split(",")
-        ids = tuple(int(part) for part in parts if part.strip().isdecimal())
-        lists.append(ids)
-        if len(ids) < len(parts):
-            faults.append((option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2"))
-        elif missing := sorted({*ids} - {*visible}):
-            found = f"no GPU {_id_list(missing)} here, there are {_id_list(visible)}"
-            faults.append((option, found, f"Name GPUs that {CUDA_VISIBLE} does not hide"))
+        ids = [int(part) for part in text.split(",") if part.strip() in map(str, visible)]
+        lists.append(tuple(ids))
+        if len(ids) <= text.count(","):
+            found = f"{text!r}, and the GPUs here are {_id_list(visible)}"
+            faults.append(
+                (option, found, f"Name some of them, as in 0,1; {CUDA_VISIBLE} hides GPUs")
+            )
         elif option == SERVER_GPUS and len(ids) % tensor_parallel_size:
             found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
             found += f"tensor_parallel_size {tensor_parallel_size}"
@@ -211,8 +210,9 @@ def plan_launch(
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
     context, run = context_of_run(config, samples), logs / "run.yaml"
     files, servers = {run: dump_resolved(config)}, dict[str, partial[ServerProcess]]()
-    all_gpus = {k: v for k, v in alone.items() if k != CUDA_VISIBLE}  # servers have ids of GPUs
-    around = PASSIVE_WAIT | (all_gpus if of_learner else alone)
+    around = PASSIVE_WAIT | alone
+    if of_learner:  # servers have ids of GPUs
+        around.pop(CUDA_VISIBLE, None)
     grace_s = _number(own, "grace_seconds", SERVER_GRACE_S)
     for index, ((url, host, port), gpus) in enumerate(zip(addresses, of_servers, strict=True)):
         settings, log = logs / f"server-{index}.yaml", logs / f"server-{index}.log"

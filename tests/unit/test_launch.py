@@ -74,7 +74,7 @@ def test_gpus_are_split_between_servers_and_learner(
     ("options", "servers", "size", "faults"),
     [
         (gpus("0,1", "1,3"), 2, 1, [(TWICE, "GPU 1,3 is named more than once")]),
-        (gpus("0", train="4"), 1, 1, [("--train-gpus", "no GPU 4 here")]),
+        (gpus("0", train="4"), 1, 1, [("--train-gpus", "'4', and the GPUs here are 0,1,2,3")]),
         (
             gpus("-1", "1,1", train=None, processes=2),
             3,
@@ -82,9 +82,9 @@ def test_gpus_are_split_between_servers_and_learner(
             [
                 ("--train-processes", "2"),
                 ("--server-gpus", "given 2 times"),
-                ("--server-gpus", "'-1' is no list"),
+                ("--server-gpus", "'-1', and"),
                 ("--server-gpus", "2 GPUs (1,1) do not split"),
-                ("--train-gpus", "'' is no list"),
+                ("--train-gpus", "'', and"),
                 (TWICE, "GPU 1 is named more than once"),
             ],
         ),

@@ -48,9 +48,8 @@ class Machine:
         """Return the bytes for one learner process; None if unknown."""
         if self.visible:
             gpus = self.use.gpus if self.use is not None else []
-            return min(
-                (g.total_mib * 2.0**20 for g in gpus if g.index in self.visible), default=None
-            )
+            sizes = [gpu.total_mib * 2.0**20 for gpu in gpus if gpu.index in self.visible]
+            return min(sizes, default=None)
         available = available_ram()
         return None if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -83,15 +82,13 @@ def _check_memory(run: StartUp, machine: Machine) -> str:
 
 def check_use(visible: Sequence[int], use: GpuUse | None) -> str:
     """Raise `Caution` for GPUs of the learner that other processes use."""
+    if not visible:
+        return "none is visible here: the learner trains on the CPU"
     do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
     faults = [] if use is None else use.faults(visible)
     if used := [ContractError(f"GPU {index}", found, do) for index, found in faults]:
         raise Caution(used)
-    return (
-        f"GPU {_numbers(visible)}"
-        if visible
-        else "none is visible here: the learner trains on the CPU"
-    )
+    return f"GPU {_numbers(visible)}"
 
 
 def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[str, Info]) -> str:
