@@ -59,12 +59,11 @@ def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
     folder = given or Checkpoint(config.model.model).processor
     file, digest = folder / TOKENIZER, run.facts().get("tokenizer_sha256")
     if digest is None:
-        found = "run.json has no tokenizer_sha256 to compare it with"
-        raise ContractError(str(file), found, "Restore run.json, which the run has written")
+        raise ContractError(str(run.path), "run.json has no tokenizer_sha256", "Restore run.json")
+    if file.is_file() and data_digest(file) == digest:
+        return folder
     found = "there is no such file"
     if file.is_file():
-        if data_digest(file) == digest:
-            return folder
         found = "it is another one than when the run was started"
     do = f"Name a folder with the {TOKENIZER} of the run with --tokenizer (SHA-256 {digest}); "
     raise ContractError(str(file), found, f"{do}checkpoints of the run have it")
