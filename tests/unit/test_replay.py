@@ -247,7 +247,7 @@ def test_tokenizer_must_be_that_of_the_run(run: Path, toy_checkpoint: Path, tmp_
     facts = json.loads((run / "run.json").read_text())
     del facts["tokenizer_sha256"]
     (run / "run.json").write_text(json.dumps(facts))
-    assert "run.json has no tokenizer_sha256. Restore run.json" in refusal(run, "--tokenizer", str(other))
+    assert "has no tokenizer_sha256. Restore run.json" in refusal(run, "--tokenizer", str(other))
 
 
 @pytest.mark.req("REPLAY-01")
