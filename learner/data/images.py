@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from learner.data.files import DataProblem
 from learner.runs.console import tell
@@ -136,16 +136,12 @@ def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> list[ImageRes
     """
     shown = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     results: list[ImageResult] = []
-    last = time.monotonic()
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar,
-    ):
-        task = bar.add_task("Images", total=len(paths))
-        for start in range(0, len(paths), _AT_ONCE):
+    starts, last = range(0, len(paths), _AT_ONCE), time.monotonic()
+    bar = partial(track, console=shown, transient=True, disable=not shown.is_terminal)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in bar(starts, "Images"):
             some = paths[start : start + _AT_ONCE]
             results += pool.map(partial(inspect_image, decode=decode), some)
-            bar.update(task, completed=len(results))
             if not shown.is_terminal and time.monotonic() - last >= _EVERY_S:
                 tell(shown, f"Looked at {len(results)} of {len(paths)} images")
                 last = time.monotonic()
