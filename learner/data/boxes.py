@@ -64,36 +64,40 @@ def find_reading(
     known = [(box, size) for box, size in boxes if size is not None]
     if usual is not None:
         if len(boxes) >= _FEWEST:
-            _require_usual([box for box, _ in boxes], known, scale, corners)
+            _require_usual([box for box, _ in boxes], known, usual, scale, corners)
         return Reading(scale or usual[0], corners or usual[1])
+    if scale and corners:
+        return Reading(scale, corners)
     order, ordered = (corners, "as stated") if corners else _find_corners(boxes)
     ends = [(_two_corners(box, order), size) for box, size in known]
     found, why = (scale, "as stated") if scale else _find_scale(ends)
     if found is None:
         do = "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels"
         raise ContractError("--scale", why, do)
-    inferred = scale is None or corners is None
-    return Reading(found, order, f"{order} ({ordered}), {found} ({why})" if inferred else "")
+    return Reading(found, order, f"{order} ({ordered}), {found} ({why})")
 
 
 def _require_usual(
     boxes: Sequence[Numbers],
     known: Sequence[tuple[Numbers, Size]],
+    usual: tuple[Scale, Corners],
     scale: Scale | None,
     corners: Corners | None,
 ) -> None:
-    """Raise ContractError for boxes like fractions or corners, if that is not stated."""
+    """Raise ContractError for boxes like fractions or of the other order, if that is not stated."""
     if scale is None and max(map(max, boxes)) <= 1:
-        found = f"no number of {len(boxes)} boxes is above 1, and COCO's are in pixels"
+        found = f"no number of {len(boxes)} boxes is above 1, and this format's are {usual[0]}"
         raise ContractError("--scale", found, "State the scale: --scale 0..1, or --scale pixels")
     orders: tuple[Corners, Corners] = ("xywh", "xyxy")
-    outside, outside_as_corners = (
-        len(known) - Reading(scale or "pixels", order).count_inside(known) for order in orders
-    )
-    if corners is None and outside > len(known) / 2 and outside_as_corners <= FAULTY * len(known):
+    outside = {
+        order: len(known) - Reading(scale or usual[0], order).count_inside(known)
+        for order in orders
+    }
+    own, (other,) = outside.pop(usual[1]), outside
+    if corners is None and own > len(known) / 2 and outside[other] <= FAULTY * len(known):
         found = (
-            f"as x, y, width, height {outside} of {len(known)} boxes leave their images, and as "
-            f"corners {outside_as_corners}"
+            f"as {usual[1]} {own} of {len(known)} boxes leave their images, and as {other} "
+            f"{outside[other]}"
         )
         do = "State the order: --boxes xyxy for two corners, or --boxes xywh"
         raise ContractError("--boxes", found, do)

@@ -148,7 +148,7 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
     source = read_coco(written(folder, document), folder)
     with pytest.raises(ContractError, match="4 of 5 boxes leave their images") as caught:
         convert(source, out, scale=scale)
-    assert (caught.value.where, caught.value.found[-9:]) == ("--boxes", "corners 0")
+    assert (caught.value.where, caught.value.found[-9:]) == ("--boxes", "as xyxy 0")
     assert convert(source, out, scale=scale, corners="xywh").objects == 4
 
 
