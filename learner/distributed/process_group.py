@@ -1,13 +1,14 @@
 """The learner processes of a run: one, or those that torchrun starts (DDP-01).
 
-Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over the
-store of process 0. Each round of it is also a collective of a separate gloo group, which has a
+Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over
+torchrun's store. Each round of it is also a collective of a separate gloo group, which has a
 time-out and fails at once if a process dies. The store keeps the first failure of a run; a thread
 of every process polls it.
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,18 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, described, rebuilt
 from learner.distributed.waiting import waiting_for
 from shared_contracts.cli import describe, exit_code
 from shared_contracts.errors import ContractError, RunError
+from shared_contracts.machine import signal_at_death_of
 
 T = TypeVar("T")
 # `ProcessGroup` or `ProcessGroupGloo`: the stubs of torch lack their methods.
@@ -45,21 +46,18 @@ class Timing:
     """Limits in seconds.
 
     beat: between two reads of the first failure.
-    grace: until a process is ended after another one failed.
-    linger: in which process 0, which holds the store, waits for the others to leave.
-    unwind: until a process is ended after it failed itself.
+    grace: until a process is ended after a failure of the run.
+    linger: in which process 0, which may hold the store, waits for the others to leave.
     """
 
     beat: float = 1.0
-    grace: float = 5.0
+    grace: float = 20.0
     linger: float = 8.0
-    unwind: float = 20.0
 
 
 class GroupPeers(Peers):
     """Several processes with a store and a gloo group, whose collectives have a time-out.
 
-    launcher: id of the parent process, whose end ends the run; None: its end is ignored.
     end: ends this process at once with an exit code.
     """
 
@@ -70,7 +68,6 @@ class GroupPeers(Peers):
         store: Store,
         group: Group,
         timing: Timing | None = None,
-        launcher: int | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.rank = rank
@@ -78,12 +75,11 @@ class GroupPeers(Peers):
         self._store = store
         self._group = group
         self._timing = timing or Timing()
-        self._launcher = launcher
         self._end = end
         self._rounds = 0
         self._own: BaseException | None = None  # the last error of this process
         self._others: BaseException | None = None  # the last failure elsewhere, raised here
-        self._failed_at: float | None = None
+        self._failed = False
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
@@ -182,8 +178,7 @@ class GroupPeers(Peers):
             if _is_of_a_connection(error):
                 error = RunError(f"{_BROKEN}: {_first_line(error)}")
         self._own = error
-        if self._failed_at is None:
-            self._failed_at = time.monotonic()
+        self._failed = True
         with suppress(RuntimeError):
             stored = json.dumps({"rank": self.rank, "error": described(error)})
             self._store.compare_set(_FAILED, "", stored)
@@ -197,8 +192,6 @@ class GroupPeers(Peers):
                 return None if own else rebuilt(stored["error"], stored["rank"])
         except RuntimeError as error:
             return RunError(f"learner process 0 is gone: {_first_line(error)}")
-        if self._launcher is not None and os.getppid() != self._launcher:
-            return RunError("the program that launched the learner processes is gone")
         return None
 
     def _watch(self) -> None:
@@ -207,27 +200,21 @@ class GroupPeers(Peers):
         It may wait in a collective for a dead process, or its clean-up may hang.
         """
         while not self._stopped.wait(self._timing.beat):
-            if self._failed_at is not None:
-                error, pause = self._own, self._timing.unwind
-            else:
-                error, pause = self._failure_elsewhere(), self._timing.grace
-            if error is not None and not self._stopped.wait(pause):
+            error = self._own if self._failed else self._failure_elsewhere()
+            if error is not None and not self._stopped.wait(self._timing.grace):
                 print(describe(error), file=sys.stderr, flush=True)
                 self._end(exit_code(error))
                 return
 
     def _leave(self) -> None:
-        """Stop the watcher. Process 0, which holds the store, leaves last."""
+        """Stop the watcher. Process 0, which may hold the store, leaves last."""
         self._stopped.set()
         self._watcher.join(self._timing.linger)  # Python must not end while it uses the store
         others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
-        deadline = time.monotonic() + self._timing.linger
-        with suppress(RuntimeError):  # process 0 died
+        with suppress(RuntimeError):  # process 0 died, or the others take too long
             self._store.set(f"left/{self.rank}", "")
-            while self.rank == 0 and not self._store.check(others):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(_LONGEST_PAUSE_S)
+            if self.rank == 0:
+                self._store.wait(others, timedelta(seconds=self._timing.linger))
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
@@ -258,29 +245,23 @@ def open_peers(processes: int) -> Iterator[Peers]:
             f"is {processes}, and {', '.join(missing)} are not set",
             "Start the learner with torchrun, or unset WORLD_SIZE",
         )
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the processes end with torchrun
+        signal_at_death_of(os.getppid(), signal.SIGKILL)
     cpu = not torch.cuda.is_available()
     # On GPUs some state of a sharded model is gathered on the CPU.
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo"
     PartialState(cpu=cpu, backend=backend, timeout=COLLECTIVE_TIMEOUT)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    peers = GroupPeers(
-        dist.get_rank(), dist.get_world_size(), _open_store(), group, launcher=launcher
-    )
-    with peers.guarded():
-        yield peers
-    dist.destroy_process_group()
-
-
-def _open_store() -> TCPStore:
-    """Open a store in process 0; it lives longer than the store of torchrun's rendezvous."""
-    open_at = partial(
-        TCPStore,
+    # The default group's store, which torchrun or process 0 holds.
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=_CONNECT_S),
     )
-    own = open_at(port=0, is_master=True) if dist.get_rank() == 0 else None
-    port: list[int] = [0 if own is None else own.port]
-    dist.broadcast_object_list(port, src=0)
-    return own or open_at(port=port[0], is_master=False)
+    own = PrefixStore("learner", store)
+    peers = GroupPeers(dist.get_rank(), dist.get_world_size(), own, group)
+    with peers.guarded():
+        yield peers
+    dist.destroy_process_group()

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -220,7 +219,6 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
     """On a machine whose code before torch finds three GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     monkeypatch.setattr(learner.training.input_checks, "visible_gpus", lambda *_: [3, 1, 2])
     seen: list[tuple[str, tuple[int, ...]]] = []
 

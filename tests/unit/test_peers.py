@@ -1,6 +1,5 @@
 """Agreement of learner processes: threads as processes, over gloo and a store in memory."""
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -179,17 +178,6 @@ def test_rank_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
     assert capfd.readouterr().err == told
 
 
-@pytest.mark.req("DDP-01")
-def test_process_ends_with_its_launcher(capfd: pytest.CaptureFixture[str]) -> None:
-    ended = Ended()
-    timing = Timing(beat=0.01, grace=0.01, linger=0.0)
-    (orphan,) = ranks_of(1, timing, end=ended, launcher=os.getppid() + 1)
-    with pytest.raises(RunError, match="launched"), orphan.guarded():  # noqa: PT012
-        ended.wait()
-        raise ValueError("its effect")
-    assert "launched" in capfd.readouterr().err
-
-
 class Ended:
     """Records the exit codes of ended ranks."""
 
@@ -262,7 +250,7 @@ def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixtu
         finally:
             ended.wait()
 
-    timing = Timing(beat=0.01, grace=600.0, linger=0.1, unwind=0.05)
+    timing = Timing(beat=0.01, grace=0.05, linger=0.1)
     outcomes(ranks_of(2, timing, end=ended), work)
     assert ended.codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err
