@@ -51,11 +51,9 @@ def read_yolo(path: Path, split: str | None) -> Source:
     images = dict.fromkeys(_images(file, mapping, split))
     if not any(_labels_of(image).is_file() for image in images):
         would = "".join(f"; the first would be {_labels_of(image)}" for image in list(images)[:1])
-        raise ContractError(
-            str(file),
-            f"none of {len(images)} images has a file of labels{would}",
-            "Put labels into a folder `labels` beside `images`.",
-        )
+        found = f"none of {len(images)} images has a file of labels{would}"
+        do = "Put labels into a folder `labels` beside `images`."
+        raise ContractError(str(file), found, do)
     folder = file.parent.absolute()
     pictures = []
     for image in images:
@@ -76,9 +74,8 @@ def _mapping(file: Path) -> dict[str, Any]:
         # The base loader keeps scalars as text: `no` is a class name.
         mapping = YAML(typ="base", pure=True).load(read_text(file, do))
     except (YAMLError, RecursionError) as error:
-        raise ContractError(
-            str(file), f"it is no YAML ({' '.join(str(error).split())})", do
-        ) from error
+        found = f"it is no YAML ({' '.join(str(error).split())})"
+        raise ContractError(str(file), found, do) from error
     if not isinstance(mapping, dict):
         raise ContractError(str(file), f"it holds {shown(mapping)}", do)
     if "kpt_shape" in mapping:
