@@ -66,7 +66,8 @@ def convert(
     out: path of the data file; its image paths are relative to the folder of `out`.
     geometry: `poly` uses the polygon of an annotation with exactly one polygon, else its box.
     skip_empty: leave out images without annotations.
-    scale, corners: of boxes whose scale or order the source does not state.
+    scale, corners: of boxes that do not state both. None: as a box states it, else found from all
+        boxes.
 
     Raises ContractError as `find_reading` does.
     """
@@ -143,10 +144,10 @@ def _readings(
         for one in picture.annotations:
             if one.fault is None:
                 boxes.setdefault((one.scale, one.corners), []).append((one.box, size))
-    readings = {
-        stated: find_reading(known, stated[0] or scale, stated[1] or corners, source.usual)
-        for stated, known in boxes.items()
-    }
+    readings: Readings = {}
+    for stated, known in boxes.items():
+        given = stated if all(stated) else (scale or stated[0], corners or stated[1])
+        readings[stated] = find_reading(known, *given, source.usual)
     evidence = (
         f"{len(boxes[stated])} boxes: {reading.evidence}"
         for stated, reading in readings.items()

@@ -101,6 +101,15 @@ def test_every_form_gives_the_same_objects(
             read_samples(listed, allow_poly=True)
 
 
+def test_a_scale_of_the_user_counts_more_than_that_of_a_record(folder: Path) -> None:
+    parts = [[0.1, 0.1, 0.6, 0.6], [0.5, 0.5, 1, 1]]
+    record = swift(["cat", "dog"], parts, bbox_type="real")
+    assert objects(converted(folder, record, scale="0..1")) == [
+        ("cat", CAT_BINS),
+        ("dog", DOG_BINS),
+    ]
+
+
 def test_blank_lines_are_no_records(folder: Path) -> None:
     good = {"image": "a.png", "objects": [{"bbox_2d": CAT, "label": "cat"}]}
     assert objects(converted(folder, good, "", " ", scale="pixels")) == [("cat", CAT_BINS)]
