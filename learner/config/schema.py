@@ -288,35 +288,34 @@ class Config(StrictModel):
         """Whether polygons are trained and predicted beside boxes (RES-02)."""
         return VARIANTS[self.custom.trainer_variant].polygons
 
-    @field_validator("stage2_ab", "group_relative", "rollout_matching")
+    @field_validator("stage2_ab")
     @classmethod
-    def _require_for_variant(cls, section: Any, info: ValidationInfo) -> Any:
-        """Check that a section, or the pipeline of rollouts, is given if the variant has it."""
-        custom: CustomConfig | None = info.data.get("custom")
-        if custom is None:  # it has errors itself
-            return section
-        model: type[StrictModel] = cls
-        name, key, declared = str(info.field_name), "", section
-        if isinstance(section, RolloutMatchingConfig):
-            model, name, key, declared = type(section), "pipeline", "pipeline", section.pipeline
-        variant = custom.trainer_variant
-        having = [other for other, own in VARIANTS.items() if name in own.sections]
-        if declared is not None and variant not in having:
-            found = f"is given, and custom.trainer_variant is {variant}"
-            do = f"Remove it, or use custom.trainer_variant: {' or '.join(having)}"
-            raise Refusal(found, do, key)
-        if declared is None and variant in having:
-            found = f"this key is required and missing with custom.trainer_variant: {variant}"
-            what = str(model.model_fields[name].description).partition(";")[0]
-            raise Refusal(found, f"Set it: {what}", key)
+    def _check_stage2_ab(
+        cls, section: Stage2ABConfig | None, info: ValidationInfo
+    ) -> Stage2ABConfig | None:
+        do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
+        instead = "and declare the objective in rollout_matching.pipeline"
+        _require_for_variant(info, "stage2_ab", section is not None, do, instead)
+        return section
+
+    @field_validator("group_relative")
+    @classmethod
+    def _check_group_relative(
+        cls, section: GroupRelativeConfig | None, info: ValidationInfo
+    ) -> GroupRelativeConfig | None:
+        do = "State group_size, advantage and reward"
+        instead = "or use custom.trainer_variant: stage2_group_relative"
+        _require_for_variant(info, "group_relative", section is not None, do, instead)
         return section
 
     @field_validator("rollout_matching")
     @classmethod
-    def _use_answer_format(
+    def _check_rollout_matching(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        """Give the repeat guard the answer format of the run."""
+        do = "Declare the objective and the diagnostics modules"
+        instead, declared = "and declare the objective in stage2_ab.pipeline", section.pipeline
+        _require_for_variant(info, "pipeline", declared is not None, do, instead, "pipeline")
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None:
             return section
@@ -456,6 +455,26 @@ class Config(StrictModel):
             found = "is true, and without channel A there is nothing to run while rollouts are late"
             do = "Set it to false, or use custom.trainer_variant: stage2_two_channel"
             yield Refusal(found, do, key)
+
+
+def _require_for_variant(
+    info: ValidationInfo, section: str, declared: bool, do: str, instead: str, key: str = ""
+) -> None:
+    """Raise Refusal for a section that the variant requires and lacks, or does not have.
+
+    do: what to write if it is missing. instead: what to do beside removing it.
+    """
+    custom: CustomConfig | None = info.data.get("custom")
+    if custom is None:  # it has errors itself
+        return
+    variant = custom.trainer_variant
+    if declared == (section in VARIANTS[variant].sections):
+        return
+    if declared:
+        found = f"is given, and custom.trainer_variant is {variant}"
+        raise Refusal(found, f"Remove it, {instead}", key)
+    found = f"this key is required and missing with custom.trainer_variant: {variant}"
+    raise Refusal(found, do, key)
 
 
 # What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).
