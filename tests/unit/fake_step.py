@@ -1,7 +1,7 @@
 """A step on fake tensors, which have shapes and no memory: what `learner estimate` is held to.
 
     HostValues   integers of the host stay real, so that lengths and indices are known
-    Costs        live memory, FLOPs and bytes of the operations
+    Costs        live memory, FLOPs, bytes and messages of the operations
     fake_step    the step of a run: its packs, its recipe, its model, FSDP2 and the optimizer
 
 HostValues and Costs are open over torch's `FakeTensorMode`.
@@ -36,7 +36,7 @@ from learner.models.load import LoadedModel
 from learner.models.packs import IMAGE, Pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in, sharded_policy
-from learner.operate.estimate.step import longest_pack, meta_model
+from learner.operate.estimate.step import longest_pack, meta_model, ring_bytes
 from learner.training.recipes import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
@@ -47,8 +47,9 @@ _aten = torch.ops.aten
 # "FlashAttention-2", arXiv 2307.08691, section 3.1).
 _BACKWARD = 2.5
 
-# Operations around which FSDP2 changes the memory of tensors.
-_SHARDING = {"fsdp", "c10d", "_c10d_functional"}
+# Operations between processes, and those around which FSDP2 changes the memory of tensors.
+_MESSAGES = {"c10d", "_c10d_functional"}
+_SHARDING = {"fsdp"} | _MESSAGES
 
 
 class HostValues(TorchDispatchMode):
@@ -116,11 +117,12 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any) -> Tensor:
 class Costs(TorchDispatchMode):
     """What the operations on fake tensors cost while it is open. A view costs nothing.
 
-    operations: of `FakeStep`, since `begin`. live: bytes of the fake tensors that exist;
+    operations, sent: of `FakeStep`, since `begin`. live: bytes of the fake tensors that exist;
     base: those that existed at `begin`. peak: the most since then. shapes: of all tensors.
     """
 
     operations: Counter[tuple[float, int]] = field(default_factory=Counter)
+    sent: float = 0.0
     live: int = 0
     base: int = 0
     peak: int = 0
@@ -135,7 +137,7 @@ class Costs(TorchDispatchMode):
         """Count from here on."""
         gc.collect()
         gc.freeze()  # what is there now need not be looked at again
-        self.operations = Counter()
+        self.operations, self.sent = Counter(), 0.0
         self.base = self.peak = self.live
         self._begun = True
 
@@ -151,6 +153,9 @@ class Costs(TorchDispatchMode):
         made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
         if not given and not made:
             return found
+        if func.namespace in _MESSAGES:
+            whole = max(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+            self.sent += _sent(func._schema.name, whole)
         old = {_key(tensor) for tensor in given}
         fresh = [tensor for tensor in made if _key(tensor) not in old]
         for tensor in fresh:
@@ -196,6 +201,13 @@ def _key(tensor: Tensor) -> int:
     """Of its memory, which views share."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def _sent(name: str, whole: int) -> float:
+    """Bytes that this process sends. whole: of the tensor that all processes have parts of."""
+    plain = name.replace("_", "")
+    rounds = 2 if "allreduce" in plain else "allgather" in plain or "reducescatter" in plain
+    return rounds * ring_bytes(whole, dist.get_world_size())
 
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:
@@ -274,13 +286,15 @@ def put_on_fakes(model: nn.Module) -> None:
 class FakeStep:
     """What `StepCost` estimates, counted. shapes: of every tensor.
 
-    operations: of a pack, how many there are of each (FLOPs, bytes of memory).
+    operations: of a pack, how many there are of each (FLOPs, bytes of memory). sent: its bytes to
+    other processes.
     """
 
     tokens: int
     weights: int
     working: int
     operations: Mapping[tuple[float, int], int]
+    sent: float
     shapes: frozenset[tuple[int, ...]]
 
     @property
@@ -357,12 +371,12 @@ def fake_steps(
         for channel in channels:
             costs.begin()
             recipe.loss(model, fakes, channel).total.backward()
-            operations, peak = costs.operations, costs.peak - costs.base
+            operations, sent, peak = costs.operations, costs.sent, costs.peak - costs.base
             costs.begin()
             optimizer.step()
             peak = max(peak, costs.peak - costs.base)
             shapes = frozenset(costs.shapes)
-            found[channel] = FakeStep(tokens, weights, peak, operations, shapes)
+            found[channel] = FakeStep(tokens, weights, peak, operations, sent, shapes)
     return found
 
 

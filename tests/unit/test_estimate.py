@@ -144,6 +144,7 @@ def test_a_step_costs_what_a_step_on_fake_tensors_does(
     seconds = found.flops / H100.flops + found.moved / H100.bandwidth
     assert linear or seconds == pytest.approx(counted.seconds(H100), rel=0.1)
     assert seconds < 1.1 * counted.seconds(H100)
+    assert found.sent == pytest.approx(counted.sent, rel=0.01)
 
 
 # 0.5 and 0.1 s of an H100's memory.
@@ -158,6 +159,7 @@ COST = StepCost(
     flops=0.0,
     useful=5e12,
     moved=335 * 10**9 * 5,
+    sent=0.0,
 )
 SERVED = Serving(sequence=2**30, length=4096, context=4096)
 
@@ -180,8 +182,8 @@ def test_step_time_is_packs_and_update(changed: Changed) -> None:
     assert found.step_s(COST) == pytest.approx(1.1)
     assert found.mfu(COST) == pytest.approx(10e12 / (1.1 * 989e12))
     assert found.step_s(replace(COST, flops=989e12)) == pytest.approx(3.1)
-    slow = replace(found, processes=2, gpu=replace(H100, link=COST.moments / 8))
-    assert slow.step_s(COST) == pytest.approx(4.1), "computation hides messages, and does not here"
+    for sent, seconds in ((225, 1.1), (900, 4.1)):  # computation hides messages
+        assert found.step_s(replace(COST, sent=sent * 1e9)) == pytest.approx(seconds)
 
 
 @pytest.mark.req("GROUP-01", "GROUP-04")

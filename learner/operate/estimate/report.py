@@ -8,7 +8,14 @@ from typing import Any
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.models.gpus import Gpu
-from learner.operate.estimate.step import USABLE, StepCost, gib, meta_model, step_costs
+from learner.operate.estimate.step import (
+    USABLE,
+    StepCost,
+    gib,
+    meta_model,
+    ring_bytes,
+    step_costs,
+)
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
 from learner.training.checkpoint_checks import check_model, longest_prompt
 from learner.training.input_checks import check_processes, check_step_budget, generates
@@ -130,12 +137,10 @@ class Estimate:
     def messages_s(self, cost: StepCost) -> float:
         """Return the lower bound of a step's communication between learner GPUs of one node, in s.
 
-        For every pack, FSDP2 gathers weights in 16 bits before forward and backward, and reduces
-        gradients in 32; DDP reduces and gathers gradients once. In a ring of n GPUs each sends
-        (n - 1) / n of the whole (NVIDIA's nccl-tests, doc/PERFORMANCE.md).
+        FSDP2 gathers parameters and reduces gradients for every pack; DDP reduces gradients once.
         """
-        whole = 8 * cost.packs * self.parameters if self.sharded else cost.moments
-        return whole * (1 - 1 / self.processes) / self.gpu.link
+        reduced = 0.0 if self.sharded else ring_bytes(cost.moments, self.processes)
+        return (cost.packs * cost.sent + reduced) / self.gpu.link
 
     def mfu(self, cost: StepCost) -> float:
         """Return the upper bound of a step's model FLOPs utilization, counted as `perf/mfu`."""
@@ -146,8 +151,9 @@ class Estimate:
         """Lower bound of a push in seconds; shards are gathered and copied to the host before."""
         if not self.sharded:
             return self.pushed / self.gpu.link
-        gather = (1 - 1 / self.processes) / self.gpu.link + 1 / self.gpu.host
-        return self.pushed * (gather + 1 / min(self.gpu.link, self.gpu.host))
+        gather = ring_bytes(self.pushed, self.processes) / self.gpu.link
+        host = self.pushed / self.gpu.host
+        return gather + host + self.pushed / min(self.gpu.link, self.gpu.host)
 
     def served_steps(self) -> dict[int, dict[str, float]]:
         """Return lower bounds of channel B's steps in seconds, by the number of server GPUs.

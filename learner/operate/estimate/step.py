@@ -65,7 +65,7 @@ class StepCost:
     start: copy of the starting model (GROUP-04). working: peak beside weights, start, gradients
     and moments.
     flops: of a pack, recomputation included. useful: without recomputation, as in `perf/mfu`.
-    moved: memory traffic of a pack's memory-bound operations.
+    moved: memory traffic of a pack's memory-bound operations. sent: of a pack, to other processes.
     """
 
     tokens: int
@@ -78,6 +78,7 @@ class StepCost:
     flops: float
     useful: float
     moved: float
+    sent: float
 
     @property
     def total(self) -> int:
@@ -109,6 +110,14 @@ def _dot(widths: Widths, factors: Widths) -> float:
 
 def gib(count: float) -> str:
     return f"{count / GIB:.3g} GiB"
+
+
+def ring_bytes(whole: float, processes: int) -> float:
+    """Return the bytes that each process sends in an all-gather or reduce-scatter of `whole` bytes.
+
+    An all-reduce is one of each. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+    """
+    return whole * (processes - 1) / processes
 
 
 def meta_model(config: Config) -> LoadedModel:
@@ -163,6 +172,7 @@ def step_costs(
             flops=step.flops(),
             useful=recipe.flops(loaded.model, pack, channel),
             moved=step.moved(),
+            sent=ring_bytes(step.gathered(), parts),
         )
     return costs
 
@@ -272,3 +282,10 @@ class _CountedStep:
         moved = passes * text + (passes if self.sees else self.recorded + self.others) * vision
         moved += min(self.recorded, 2) * ends  # other forwards read few logits
         return float(moved * (_SHARDED_MOVED if self.sharded else 1))
+
+    def gathered(self) -> float:
+        """Return the bytes that FSDP2 gathers for forwards and layer backwards, and reduces."""
+        groups = [".layers.", ".blocks."] + ([] if self.tied else [".embed_tokens."])
+        whole = self.count("")
+        gathered = (self.recorded + self.others) * whole + self.recorded * self.count(*groups)
+        return (4 if self.wide else 2) * gathered + 4 * self.recorded * whole
