@@ -78,11 +78,20 @@ def number(value: float | None) -> str:
     return f"{value:.3e}"
 
 
-def step_summary(logs: dict[str, Any]) -> str:
-    """Return channel, loss and rollouts/s of a step. logs: its metrics by key."""
-    loss = "not finite" if logs["loss"] is None else f"{logs['loss']:.4f}"
+PHASES = ("rollout", "target", "pack", "learn", "push")
+
+
+def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
+    """Return the terminal line of a step. logs: its metrics by key."""
+    seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in PHASES if f"time/{p}_s" in logs)
     rate = logs.get("rollout/per_second")
-    return f"channel {channel_of(logs)} loss {loss}" + (f" {rate:.1f} rollouts/s" if rate else "")
+    tail = f", {rate:.1f} rollouts/s" if rate else ""
+    return f"step {step}/{total or '?'} {channel_and_loss(logs)} {seconds}{tail}"
+
+
+def channel_and_loss(logs: dict[str, Any]) -> str:
+    loss = "not finite" if logs["loss"] is None else f"{logs['loss']:.4f}"
+    return f"channel {channel_of(logs)} loss {loss}"
 
 
 def channel_of(logs: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ from learner.config.training import TrainingConfig
 from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
-from learner.runs.console import step_summary, tell
+from learner.runs.console import channel_and_loss, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, lock_folder
 from shared_contracts.errors import RunError
@@ -172,11 +172,13 @@ class ProgressDisplay(TrainerCallback):
         logs: dict[str, Any] = given["logs"]
         if "step/channel_b" not in logs:
             return
-        step = step_summary(logs)
+        step = channel_and_loss(logs)
+        if rate := logs.get("rollout/per_second"):
+            step = f"{step} {rate:.1f} rollouts/s"
         self._progress.update(self._task, completed=state.global_step, step=step)
         every = state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps
         if every and not self._console.is_terminal:
-            tell(self._console, f"step {state.global_step}/{state.max_steps} {step}")
+            tell(self._console, step_line(state.global_step, state.max_steps, logs))
 
     def stop(self) -> None:
         """End the progress line; can be called again."""
