@@ -299,6 +299,13 @@ def differences(config: Config, base_url: str, info: Info) -> Iterator[ContractE
             "adapter",
             f"{_FROM_RUN_CONFIG}, or set sync.mode to full",
         )
+    transport = rollout.vllm.sync.transport
+    if transport not in ("auto", "gloo", info.weight_transport):  # every server takes gloo
+        yield ContractError(
+            f"{where} weight_transport",
+            f"is {info.weight_transport}, and rollout_matching.vllm.sync.transport is {transport}",
+            f"{_FROM_RUN_CONFIG}, or set sync.transport to gloo",
+        )
 
 
 def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterator[ContractError]:

@@ -63,6 +63,19 @@ def test_a_harmless_difference_is_reported_and_the_run_starts(
     assert [line for line in lines if found in line] == lines != []
 
 
+@pytest.mark.req("DEP-03")
+def test_a_server_with_another_transport_is_refused_before_a_model_is_loaded(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    with scripted_server() as server:
+        config = config_of(toy_checkpoint, toy_data, tmp_path, server, sync={"transport": "nccl"})
+        with pytest.raises(
+            ContractError, match=r"is gloo, and .*sync\.transport is nccl"
+        ) as caught:
+            reach_servers(config, {})
+    assert "set sync.transport to gloo" in caught.value.do
+
+
 @pytest.mark.req("SYNC-04", "DEP-03")
 def test_a_taken_group_port_is_refused_with_both_ways_without_it(
     monkeypatch: pytest.MonkeyPatch,
