@@ -37,6 +37,7 @@ from learner.config import load_config
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_weights, prepared, weight_dtype
+from learner.runs.atomic_files import expect_full_disks_in_threads
 from learner.runs.console import tell
 from learner.training.input_checks import RunInputs, check_inputs, generates
 from learner.training.server_checks import reach_servers
@@ -118,6 +119,7 @@ class SwiftTrainer:
             tell(console, over)
             return
         disable_progress_bar()
+        expect_full_disks_in_threads()
         clients = []
         if generates(config):
             clients = reach_servers(config, os.environ, inputs.answered, partial(tell, console))

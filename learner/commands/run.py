@@ -12,7 +12,7 @@ from rich.console import Console
 
 from learner.commands.config import ConfigFile, ConfigOption, Seed, only_config
 from learner.distributed.waiting import reporting_waits, use_passive_wait, waiting_for
-from learner.runs.atomic_files import require_free
+from learner.runs.atomic_files import expect_full_disks_in_threads, require_free
 from learner.runs.console import showing_waits, tell
 
 
@@ -44,6 +44,8 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with waiting_for("PyTorch and its libraries to be imported"):
             from learner.training.train import train as run
+
+        expect_full_disks_in_threads()
         folder = run(parsed, inputs, clients, console)
     tell(console, f"Run folder: {folder}")
     if parsed.training.push_to_hub and first:

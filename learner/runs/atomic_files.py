@@ -4,16 +4,21 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from shared_contracts.errors import ContractError, RunError
 
-# Errors of full and read-only disks.
-_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# Errors of full and read-only disks, and what to do.
+_NO_WRITING = {
+    errno.ENOSPC: "Make room on that disk",
+    errno.EDQUOT: "Make room within your quota",
+    errno.EROFS: "Mount that disk for writing",
+}
 # In the error that torch.save raises after a failed write. The error has no cause: the disk counts
 # as full if it has less than `_FULL_BYTES` free.
 _TORCH_WRITER = "inline_container"
@@ -65,6 +70,7 @@ def require_free(out: Path) -> None:
             "it exists already and is not an empty directory",
             "Name a new directory, or remove this one first.",
         )
+    require_folder(str(out), out)
 
 
 def require_new_file(option: str, path: Path) -> None:
@@ -83,24 +89,28 @@ def require_file(option: str, path: Path) -> None:
 
 def require_folder(where: str, folder: Path) -> None:
     """Raise ContractError unless `folder` can be made, or new files can be made in it."""
-    _require_writable(where, folder, folder.absolute())
+    _require_writable(where, folder, folder.absolute(), "Name a folder that can be written to.")
 
 
 def _require_parent(where: str, path: Path) -> None:
-    _require_writable(where, path, path.absolute().parent)
+    do = "Name a path in a folder that can be written to."
+    _require_writable(where, path, path.absolute().parent, do)
 
 
-def _require_writable(where: str, path: Path, folder: Path) -> None:
+def _require_writable(where: str, path: Path, folder: Path, do: str) -> None:
     """Raise ContractError unless a file can be made in `folder`, or in its nearest parent."""
+    can = "cannot be made"
     try:
-        path.exists()  # raises for a name that is too long
+        if path.exists() and folder == path.absolute():
+            can = "cannot be written to"
         while not folder.exists():
             folder = folder.parent
         with tempfile.TemporaryDirectory(dir=folder):
             pass
     except OSError as error:
-        found = f"{path} cannot be written ({error.strerror}: {folder})"
-        raise ContractError(where, found, "Name a path that can be written to.") from error
+        named = path if error.errno == errno.ENAMETOOLONG else folder
+        found = f"{path} {can} ({error.strerror}: {named})"
+        raise ContractError(where, found, do) from error
 
 
 def publish_text(path: Path, text: str) -> None:
@@ -115,9 +125,18 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line; readers ignore an incomplete last one. Raises RunError on a full disk."""
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+    """Append the whole line or nothing; raises RunError if the disk is full."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        before = file.tell()
+        data = f"{line}\n".encode()
+        try:
+            written = file.write(data)
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
 
 
 @contextmanager
@@ -145,13 +164,28 @@ def writing(path: Path) -> Iterator[None]:
         if (code := _no_writing(error, path)) is None:
             raise
         raise RunError(
-            f"cannot write {path}: {os.strerror(code)}. Make room on that disk, or set "
+            f"cannot write {path}: {os.strerror(code)}. {_NO_WRITING[code]}, or set "
             "training.output_dir to a folder on another disk, and start again"
         ) from error
 
 
+def expect_full_disks_in_threads() -> None:
+    """Print no traceback if a thread fails on a full or read-only disk.
+
+    TensorBoard's writer thread fails first; the logging thread then raises the same error.
+    """
+    former = threading.excepthook
+
+    def hook(unhandled: threading.ExceptHookArgs) -> None:
+        error = unhandled.exc_value
+        if not (isinstance(error, OSError) and error.errno in _NO_WRITING):
+            former(unhandled)
+
+    threading.excepthook = hook
+
+
 def _no_writing(error: Exception, path: Path) -> int | None:
-    """Return which of `_NO_WRITING` an error is; None for other errors."""
+    """Return the key of `_NO_WRITING` for an error; None for other errors."""
     if isinstance(error, OSError):
         return error.errno if error.errno in _NO_WRITING else None
     if isinstance(error, SafetensorError):

@@ -57,7 +57,7 @@ def test_a_disk_that_became_read_only_is_told(tmp_path: Path) -> None:
         with pytest.raises(RunError) as caught, writing(tmp_path / "run"):
             raise error
         assert str(caught.value).startswith(
-            f"cannot write {tmp_path / 'run'}: Read-only file system. Make room on that disk, "
+            f"cannot write {tmp_path / 'run'}: Read-only file system. Mount that disk for writing, "
         )
 
 

@@ -148,7 +148,7 @@ def test_check_reports_every_missing_file_with_its_line(
     assert (bad.exit_code, bad.stdout) == (2, "")
     assert bad.stderr.startswith(f"{path}: 5 problems\n")
     for key, found in {
-        "training.output_dir": f"{file} cannot be written (Not a directory: {file})",
+        "training.output_dir": f"{file} cannot be written to (Not a directory: {file})",
         "model.model": f"there is no folder {tmp_path / 'none'}",
         "data.train_jsonl": f"{tmp_path / 'no.jsonl'}: there is no such file",
         "data.val_jsonl": f"{other}: this is qwen",

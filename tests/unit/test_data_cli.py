@@ -112,8 +112,8 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     ):
         where, found = refused(*arguments)
         assert where == option
-        assert found.startswith(f"{out} cannot be written (")
-    with pytest.raises(ContractError, match="cannot be written"):
+        assert found.startswith(f"{out} cannot be made (")
+    with pytest.raises(ContractError, match="cannot be made"):
         make_data(out, 1, 1, 0)
 
 

@@ -89,7 +89,7 @@ def test_command_writes_the_page_without_importing_torch(tmp_path: Path) -> None
     ("run", "out", "found"),
     [
         ("no-such-run", None, "it has no run.json"),
-        ("run", "run/run.json/page.html", "cannot be written"),
+        ("run", "run/run.json/page.html", "cannot be made"),
     ],
 )
 def test_bad_input_is_refused(run: str, out: str | None, found: str, tmp_path: Path) -> None:
