@@ -45,7 +45,7 @@ from learner.runs.atomic_files import publish_directory, publish_text, require_f
 from learner.runs.console import tell
 from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER
+from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import text_config
 from shared_contracts.machine import visible_gpus
@@ -251,6 +251,7 @@ def _has_coordinate_tokens(model: Path) -> bool:
     try:
         if is_model and not (model / ADAPTER).is_file():
             _ = checkpoint.family
+            weight_files(model, "--model")
             if checkpoint.coordinate_ids[0] is None:
                 return False
         checkpoint.require_vocabulary()

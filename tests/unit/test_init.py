@@ -271,6 +271,7 @@ def test_smallest_change_that_fits_is_chosen(
         (["--gpu", "cpu", "--model", "no/such"], "--model", "there is no folder no/such"),
         (["--gpu", "cpu", "--model", "other"], "--model", "model_type is bert"),
         (["--gpu", "cpu", "--model", "holed"], "--model", "model.language_model.norm.weight"),
+        (["--gpu", "cpu", "--model", "bin"], "--model", "holds no *.safetensors file"),
         (["--gpu", "cpu", "--data", "none.jsonl"], "none.jsonl", ""),
         (["--gpu", "cpu", "--out", "full"], "full", "is not an empty directory"),
     ],
@@ -292,6 +293,8 @@ def test_bad_options_are_refused_before_anything_is_written(
     weights = load_file(shutil.copytree(stock, tmp_path / "holed") / "model.safetensors")
     del weights["model.language_model.norm.weight"]
     save_file(weights, tmp_path / "holed" / "model.safetensors", {"format": "pt"})
+    pickled = shutil.copytree(stock, tmp_path / "bin") / "model.safetensors"
+    pickled.rename(pickled.with_name("pytorch_model.bin"))
     before = sorted(tmp_path.rglob("*"))
     words = ["--model", str(stock), "--data", str(toy_data.train_jsonl), "--out", "out", *options]
     error = CliRunner().invoke(app, ["init", *words]).exception
