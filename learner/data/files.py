@@ -10,6 +10,7 @@ import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -60,9 +61,12 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def read_text(path: Path, do: str) -> str:
-    """Return the text of a UTF-8 file; raises ContractError with the remedy `do`."""
+    """Return the text of a UTF-8 file, with newlines as the ends of all lines.
+
+    Raises ContractError with the remedy `do`.
+    """
     with _opened(path, do) as file:
-        return file.read().decode("utf-8-sig")
+        return TextIOWrapper(file, encoding="utf-8-sig").read()
 
 
 @contextmanager

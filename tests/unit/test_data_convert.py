@@ -240,7 +240,7 @@ def test_what_yolo_cannot_give_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = {
-        "a": "1 .5 .5 .2 .2\n7 .5 .5 .2 .2\n0 0 .5 .2 .2",
+        "a": "1 .5 .5 .2 .2\r7 .5 .5 .2 .2\n0 0 .5 .2 .2",
         "b": "",
         "c": f"{UNREADABLE}1 .5 .5 .2 .2",
     }
