@@ -30,8 +30,8 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
 _TRANSPOSED = (5, 6, 7, 8)
 _REORIENTED = (2, 3, 4, *_TRANSPOSED)
-# Images between two updates of the progress, and seconds between two lines of it.
-_AT_ONCE, _EVERY_S = 100, 10.0
+# Images of a thread between two updates of the progress, and seconds between two lines of it.
+_AT_ONCE, _EVERY_S = 25, 10.0
 # PNG chunks that may hold an orientation.
 _ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
@@ -136,11 +136,12 @@ def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> list[ImageRes
     """
     shown = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     results: list[ImageResult] = []
-    starts, last = range(0, len(paths), _AT_ONCE), time.monotonic()
+    threads = os.cpu_count() or 1
+    at_once, last = _AT_ONCE * threads, time.monotonic()
     bar = partial(track, console=shown, transient=True, disable=not shown.is_terminal)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in bar(starts, "Images"):
-            some = paths[start : start + _AT_ONCE]
+    with ThreadPoolExecutor(threads) as pool:
+        for start in bar(range(0, len(paths), at_once), "Images"):
+            some = paths[start : start + at_once]
             results += pool.map(partial(inspect_image, decode=decode), some)
             if not shown.is_terminal and time.monotonic() - last >= _EVERY_S:
                 tell(shown, f"Looked at {len(results)} of {len(paths)} images")
