@@ -4,18 +4,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich import table as rich_table
 from rich.console import Console
 from rich.text import Text
 
 from learner.data.files import DataProblem
+from learner.data.jsonl import DataFile
 from learner.data.records import Account, Rule
 from shared_contracts.cli import describe, printable
-
-if TYPE_CHECKING:  # it loads numpy
-    from learner.data.jsonl import DataFile
 
 # Table width in characters if stdout is not a terminal.
 _PIPE_WIDTH = 160
@@ -72,7 +69,7 @@ def format_problem(problem: DataProblem) -> str:
     return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
-def check_tables(reports: Sequence["DataFile"]) -> Iterator[Table]:
+def check_tables(reports: Sequence[DataFile]) -> Iterator[Table]:
     """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
     rows = []
