@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,3 +34,19 @@ def test_panels_and_alerts_name_only_series_that_exist(client: TestClient) -> No
         asked = set(re.findall(r"\brollout_(?!matching)\w+", (DEPLOY / name).read_text()))
         assert asked, name
         assert asked <= series, name
+
+
+@pytest.mark.req("SRV-06", "WIRE-06")
+def test_prometheus_scrapes_the_server_with_its_token(client: TestClient) -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    services = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+    (job,) = config["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    (secret,) = services["prometheus"]["secrets"]
+    assert port in services[host]["expose"]
+    assert f"--token-file=/run/secrets/{secret}" in services[host]["command"]
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": f"/run/secrets/{secret}"}
+    assert config["rule_files"] == ["alerts.yml"]
+    assert "./prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]
+    assert client.get(job["metrics_path"]).status_code == 200

@@ -29,6 +29,7 @@ from tests.unit.scripted_server import HangUp, Reply, problem, scripted_server
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = DEPLOY / "docker-compose.yaml"
+KUBERNETES = DEPLOY / "kubernetes.yaml"
 SYSTEMD = DEPLOY / "systemd"
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
@@ -99,6 +100,27 @@ def test_an_example_yaml_reaches_and_configures_the_server_container(
     given = {key: options[key] for key in ("device", "grace_seconds", "gpus")}
     settings = load_settings(None, given | {"model": "/data/model"}, example, {})
     assert settings.max_num_seqs == config.rollout_matching.decode_batch_size
+
+
+# --- Kubernetes ---------------------------------------------------------------------------
+
+
+def test_the_pods_of_the_manifest_start_as_the_containers_and_share_a_token() -> None:
+    _, service, deployment, job = yaml.safe_load_all(KUBERNETES.read_text("utf-8"))
+    server, learner = (each["spec"]["template"]["spec"] for each in (deployment, job))
+    (serve,), (train,) = server["containers"], learner["containers"]
+    options, composed = parsed(serve["args"]), parsed(container("server")["command"])
+    same = ("gpus", "host", "port", "grace_seconds", "log_format")
+    assert {key: options[key] for key in same} == {key: composed[key] for key in same}
+    assert server["terminationGracePeriodSeconds"] >= options["grace_seconds"] + ANSWERS_S + 10
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert [variable["value"] for variable in train["env"]] == [str(options["token_file"])]
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    for pod, each in ((server, serve), (learner, train)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not each["securityContext"]["allowPrivilegeEscalation"]
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 # --- The health check ---------------------------------------------------------------------
@@ -361,3 +383,29 @@ def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeu
     assert ("servers ended before the learner" in err) == (event is None)
     assert ("server stopped" in job.log) == (event is not None)
     assert (job.log[-1] == "scontrol requeue 7") == (event == signal.SIGUSR1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "code", "message", "log"),
+    [
+        ({"SERVER_NODES": "3"}, 2, "SERVER_NODES is 3 of 3 nodes", set()),
+        ({"CHECKPOINT": ""}, 1, "CHECKPOINT", set()),
+        ({"YAML": "gone.yaml"}, 2, "the YAML has faults", set()),
+        ({"SERVER_FAILS": "1"}, 1, "the servers did not start", {"srun", "rollout-server"}),
+        (
+            {"LEARNER_EXIT": "3"},
+            3,
+            "",
+            {"srun", "rollout-server", "torchrun", "umask", "server"},
+        ),
+    ],
+    ids=["nodes", "no checkpoint", "no YAML", "servers fail", "learner fails"],
+)
+def test_a_job_ends_with_the_code_of_what_failed(
+    submit: Submit, environment: dict[str, str], code: int, message: str, log: set[str]
+) -> None:
+    job = submit(**environment)
+    found, err = job.end()
+    assert (found, message in err) == (code, True)
+    assert {line.split()[0] for line in job.log} == log
