@@ -4,7 +4,7 @@ import http.client
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.req("SRV-06", "WIRE-05")
 MAX_BODY = 2**16
 CALLS = 2
 TOKEN = "f00d-cafe"
+CALL = b'{"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}'
 HOST = b"host: localhost\r\n"
 POST = (
     b"POST /infer/ HTTP/1.1\r\ncontent-type: application/json\r\n"
@@ -95,6 +96,14 @@ def is_closed(peer: socket.socket) -> bool:
         return peer.recv(1) == b""
     except ConnectionResetError:  # the server did not read everything
         return True
+
+
+def infer_status(address: Address) -> int:
+    with connect(address) as peer:
+        peer.sendall(POST + b"content-length: %d\r\n\r\n" % len(CALL) + CALL)
+        answer = http.client.HTTPResponse(peer)
+        answer.begin()
+        return answer.status
 
 
 @pytest.mark.parametrize(
@@ -179,3 +188,10 @@ def test_call_of_unclear_length_is_refused_with_all_that_follows(
         peer.sendall(SMUGGLED[name] + GET + b"\r\n")
         assert problem_of(peer) == "bad-request"
         assert is_closed(peer)
+
+
+def test_incomplete_calls_do_not_keep_others_out(address: Address) -> None:
+    with ExitStack() as stack:
+        for sent in (b"", GET, POST + b"content-length: 100\r\n\r\n{") * 32:
+            stack.enter_context(connect(address)).sendall(sent)
+        assert infer_status(address) == 200

@@ -1,20 +1,27 @@
 """Limits of bodies, calls and sequences; bodies that break the contract."""
 
+import asyncio
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from rollout_server.http.app import create_app
 from rollout_server.http.bodies import MAX_FAULTS
+from rollout_server.http.problems import RETRY_AFTER_S
 from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
-from shared_contracts.infer import MAX_REQUESTS
+from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
+from tests.contract.served_app import served_app
+from tests.unit.fleets import wait_until
 
 JSON = {"Content-Type": "application/json"}
 REQUEST = {"messages": [{"role": "user", "content": "x"}]}
@@ -47,11 +54,45 @@ def client() -> Iterator[TestClient]:
         yield client
 
 
+class SlowPool(Pool):
+    """Each call waits for `may_end`, and then has no answers."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self.running, self.may_end = threading.Event(), threading.Event()
+
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        self.running.set()
+        await asyncio.to_thread(self.may_end.wait, 60)
+        return []
+
+
 def problem_of(answer: Any) -> Problem:
     assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
     problem = Problem.model_validate(answer.json())
     assert problem.status == answer.status_code
     return problem
+
+
+@pytest.mark.req("SRV-06", "DIST-05")
+def test_a_generation_whose_connection_ended_counts_once() -> None:
+    pool = SlowPool(settings(max_concurrent_calls=1))
+    with (
+        served_app(create_app(pool)) as (host, port),
+        httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
+    ):
+        kept = {"infer_requests": [], "request_id": "kept"}
+        for _ in range(2):  # the second call joins the generation of the first one
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/infer/", json=kept, timeout=0.5)
+            assert pool.running.wait(60)
+            wait_until(lambda: "rollout_calls_in_flight 0.0" in http.get("/metrics/").text)
+        other = http.post("/infer/", json={"infer_requests": []})
+        assert problem_of(other).kind == "too-many-calls"
+        assert other.headers["Retry-After"] == str(RETRY_AFTER_S)
+        assert http.get("/live/").status_code == 200
+        pool.may_end.set()
+        assert http.post("/infer/", json=kept).status_code == 200
 
 
 @pytest.mark.req("SRV-06")
