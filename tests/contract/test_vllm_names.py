@@ -4,6 +4,7 @@ A new release of vLLM that breaks the server shows here, or in the tests of a pu
 """
 
 import ast
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ UNDOCUMENTED = [
     "vllm.v1.sample.logits_processor.LogitsProcessor",
 ]
 
+# Attributes of vLLM's objects that are no members of the class `AsyncLLM`: its instances have the
+# first two, layers of a model the others, which `push_engine` uses on the CPU alone.
+ATTRIBUTES = ["model_config", "renderer"]
+ATTRIBUTES += [
+    "base_layer",
+    "moe_kernel",
+    "process_weights_after_loading",
+    "quant_method",
+    "weight",
+]
+
 pytestmark = pytest.mark.req("SRV-02")
 
 
@@ -63,3 +75,27 @@ def test_every_name_of_vllm_is_listed() -> None:
     assert sorted(found) == sorted([*DOCUMENTED, *UNDOCUMENTED])
     assert len(found) <= 30
     assert len(UNDOCUMENTED) <= 8
+    parts = [name.rpartition(".") for name in found]
+    assert [own for module, _, own in parts if not hasattr(import_module(module), own)] == []
+
+
+def attributes_in(file: Path) -> set[str]:
+    """Return the attributes of a room's `_llm`, and of a model's layers, that a module uses."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            of, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            of, name = node.args[0], ast.unparse(node.args[1]).strip("'")
+        else:
+            continue
+        if ast.unparse(of) in ("self._llm", "llm", "module", "method"):
+            found.add(name)
+    return found
+
+
+def test_every_attribute_that_is_no_member_of_the_engine_class_is_listed() -> None:
+    engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
+    found = {name for file in ROOM.glob("*.py") for name in attributes_in(file)}
+    assert len(found) > len(ATTRIBUTES)
+    assert sorted(name for name in found if not hasattr(engine, name)) == sorted(ATTRIBUTES)
