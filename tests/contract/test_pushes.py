@@ -397,6 +397,25 @@ async def test_a_drain_that_breaks_resumes_with_nothing_changed(end: Any, raised
     await bench.push(1)
 
 
+@pytest.mark.req("SYNC-04")
+@asynchronous
+async def test_a_new_owner_waits_for_the_end_of_a_drain_that_is_taken_back() -> None:
+    bench = await Bench.formed()
+    drain, resume = Hang(), Hang()
+    bench.engines[0].script |= {"pause": drain, "resume": resume}
+    starting = asyncio.create_task(bench.start(1))
+    await drain.begun.wait()
+    Clock.skip()
+    await resume.begun.wait()
+    taking = asyncio.create_task(bench.init("second"))
+    await asyncio.sleep(0)
+    resume.end.set()
+    await refused(starting, "taken-over")
+    await taking
+    bench.engines[0].script.clear()
+    await bench.push(1)
+
+
 # --- engines that sleep
 
 
