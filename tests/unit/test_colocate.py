@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -345,6 +346,17 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
     assert starts(tmp_path) == 3
+
+
+def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
+    others = set(threading.enumerate())
+    with supervised(tmp_path, lives=9, pauses_s=(0.0,)) as server:
+        (supervision,) = set(threading.enumerate()) - others
+        server.stop()
+        supervision.join(60)
+        assert not supervision.is_alive()
+        server.check()
+    assert starts(tmp_path) == 1
 
 
 # --- Room on the device -----------------------------------------------------------------

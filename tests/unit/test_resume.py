@@ -280,6 +280,21 @@ def test_a_finished_run_changes_no_file(
 
 
 @pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("content", [None, "model: [\n"], ids=["lost", "damaged"])
+def test_an_unreadable_resolved_config_is_refused(
+    mapping: dict[str, Any], content: str | None
+) -> None:
+    config = parse_config(mapping)
+    with_checkpoint(config, 2)
+    resolved = config.training.output_dir / RESOLVED
+    resolved.unlink()
+    if content is not None:
+        resolved.write_text(content)
+    with pytest.raises(ContractError, match=f"^{resolved}"):
+        find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01")
 def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
