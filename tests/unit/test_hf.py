@@ -23,6 +23,7 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract import reference
 from tests.contract.running_server import draw_scene
+from tests.contract.test_repeat_terminate import trigger
 from tests.contract.toy_checkpoints import make_checkpoint
 
 NEW_TOKENS = 24
@@ -218,6 +219,25 @@ def test_prompt_without_room_for_an_answer_is_refused_by_name(
     assert f"has {longest} tokens" in message
     assert f"a context of {longest} " in message
     assert "max_model_len" in message
+
+
+GUARD = RepeatTerminateConfig(
+    enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
+)
+
+
+@pytest.mark.req("REP-02", "REP-05")
+def test_guard_ends_a_row_where_it_triggers(model: PreTrainedModel, processor: Any) -> None:
+    asked = [request(f"{text} {n}") for n in range(3) for text in TEXTS]
+    free = backend_of(model, processor).rollout(asked, GREEDY)
+    kept = backend_of(model, processor, GUARD).rollout(asked, GREEDY)
+    ends = [trigger(GUARD, [], output.response_token_ids) for output in free]
+    ended = [end is not None and end < NEW_TOKENS for end in ends]
+    assert {True, False} == set(ended)
+    assert [output.repeat_terminated for output in kept] == ended
+    for before, after, end in zip(free, kept, ends, strict=True):
+        assert after.response_token_ids == before.response_token_ids[:end]
+        assert after.finish_reason == ("stop" if after.repeat_terminated else before.finish_reason)
 
 
 def adapted(model: PreTrainedModel) -> Any:

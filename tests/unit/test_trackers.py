@@ -68,6 +68,12 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     assert not (folder / "tensorboard").exists(), "it was not named"
 
 
+def test_several_trackers_are_callbacks_of_several_classes(mapping: dict[str, Any]) -> None:
+    """transformers warns of two callbacks of one class."""
+    callbacks = tracker_callbacks(reporting(mapping, "tensorboard", "wandb").training, BEGINNING)
+    assert len({type(each) for each in callbacks}) == len(callbacks) == 2
+
+
 @pytest.mark.parametrize("event", ["on_train_begin", "on_log"])
 def test_a_tracker_that_breaks_ends_a_run_that_starts_and_is_left_out_of_one_that_goes_on(
     mapping: dict[str, Any],

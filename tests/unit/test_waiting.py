@@ -64,6 +64,14 @@ def test_line_names_the_wait_its_start_and_what_is_known(output: Lines) -> None:
         assert re.fullmatch(f"Waiting for another{SINCE}", output.wait("another"))
 
 
+def test_innermost_of_nested_waits_is_reported(output: Lines) -> None:
+    with waiting_for("all of it"):
+        with waiting_for("a part"):
+            output.wait("a part")
+            assert not [line for line in output.lines if "all of it" in line]
+        output.wait("all of it")
+
+
 def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> None:
     store = HashStore()
     groups = gloo_groups(store, 2)
