@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from torch.distributed import HashStore
@@ -23,13 +23,16 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.group import Sender
+from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
 from shared_contracts.infer import (
+    ChoiceLogprobs,
     InferCall,
     RequestConfig,
+    RolloutEnvelope,
 )
 from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
@@ -37,11 +40,13 @@ from tests.unit.fleets import Fleet, S, differences, scripted_rollouts, wait_unt
 from tests.unit.push_worker import Weights
 from tests.unit.ranks_in_threads import gloo_groups, in_ranks, keep
 from tests.unit.scripted_server import (
+    INFER,
     Fault,
     Reply,
     ScriptedPusher,
     ScriptedRollouts,
     bodies,
+    envelope,
     problem,
     report,
     scripted_server,
@@ -237,6 +242,26 @@ def test_next_push_begins_when_all_processes_have_their_answers() -> None:
     assert run.pushed() == [[1, 2]]
 
 
+@pytest.mark.req("SYNC-06", "SYNC-08")
+def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
+    compared: list[tuple[str, int]] = []
+
+    class Proof(ProofOfEffect):
+        def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
+            compared.append((url, len(envelopes)))
+            return 0.0
+
+    with ranks(1, count=3, proof=Proof(cast(Any, None), "full")) as run:
+        server = run.rollouts[0].server
+        answers = [envelope([number], [1]) for number in range(2)]
+        for answer in answers:
+            answer.response.choices[0].logprobs = ChoiceLogprobs.of([-0.1])
+        server.routes[INFER] = lambda _: answers
+        run.results(begin)
+        assert len(bodies(server)) == 1
+        assert compared == [(server.base_url, 2)] * 3
+
+
 # --- Pushes by all processes ------------------------------------------------------------
 
 
@@ -359,6 +384,36 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
 
 
 # --- Servers that come back -------------------------------------------------------------
+
+
+@pytest.mark.req("SYNC-07", "SYNC-08", "DIST-05")
+@pytest.mark.parametrize("servers", [1, 2])
+def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int) -> None:
+    """It dies with a call of both in flight, and is back once both have lost it."""
+    with ranks(servers) as run:
+        hit, calls = run.rollouts[0], threading.Barrier(2)
+
+        def die(one: ScriptedRollouts, call: InferCall) -> Reply:
+            calls.wait(_LIMIT_S)
+            return one.die(call)
+
+        def work(rank: Rank) -> None:
+            begin(rank)
+            rank.meet()
+            rank.ask_and_meet(6)
+
+        def start_again() -> None:
+            wait_until(lambda: all(rank.backend.servers[0].lost for rank in run.ranks))
+            hit.restart_process()
+            hit.dead = False
+
+        hit.faults.extend([die, die])
+        threading.Thread(target=start_again, daemon=True).start()
+        run.results(work)
+        assert [pusher.pushed for pusher in run.pushers[1:]] == [[1]] * (servers - 1)
+        assert run.answered() == [*range(6), *range(1000, 1006)]
+        if servers == 1:
+            assert run.pushed() == [[1, 1]]
 
 
 def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:

@@ -117,6 +117,20 @@ def test_chunk_of_a_dead_server_is_split_among_the_others() -> None:
 
 
 @pytest.mark.req("SYNC-07", "DIST-05")
+def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
+    with fleet(2) as run:
+        dead = run.rollouts[0]
+        dead.faults.append(S.die)
+        run.ask(4)
+        run.ask(4)
+        run.backend.push_weights(2)
+        run.ask(4, version=2)
+        assert len(dead.server.bodies("GET /health/")) == 3
+        assert len(bodies(dead.server)) == ATTEMPTS
+    assert run.pushed() == [[1], [1, 2]]
+
+
+@pytest.mark.req("SYNC-07", "DIST-05")
 @pytest.mark.parametrize(
     ("faults", "counts", "pushed"),
     [

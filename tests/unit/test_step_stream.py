@@ -169,6 +169,21 @@ def test_answers_do_not_pile_up_before_a_slow_learner() -> None:
         assert requested(run) <= set(range(most + 2))
 
 
+@pytest.mark.req("SYNC-07", "DIST-05")
+def test_a_server_that_restarts_within_a_step_has_its_weights_again_before_the_end() -> None:
+    """Its requests are answered by the other one; after a push it takes later ones."""
+    with fleet(2, decode_batch_size=2) as run:
+        run.rollouts[0].faults.append(S.restart)
+        outputs = [o for chunk in run.backend.stream(requests(range(40)), CONFIG) for o in chunk]
+        assert run.rollouts[0].answered, "it was taken back"
+    assert ids(outputs) == list(range(40))
+    assert {output.weights_version for output in outputs} == {(1, 1)}
+    assert run.pushed() == [[1, 1], [1]]
+    lost, metrics = run.notes()
+    assert [url for url, _ in lost] == [run.rollouts[0].server.base_url]
+    assert metrics["sync/repushes"] == 1
+
+
 def test_a_closed_stream_requests_nothing_more() -> None:
     with fleet(1, decode_batch_size=2) as run:
         with closing(run.backend.stream(requests(range(40)), CONFIG)) as chunks:
