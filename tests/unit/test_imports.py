@@ -43,6 +43,12 @@ def test_shared_contracts_loads_pydantic_alone() -> None:
     assert loaded_by(modules, HEAVY | others) == {"pydantic"}
 
 
+@pytest.mark.req("ARCH-01")
+def test_the_server_loads_vllm_with_its_engines_alone() -> None:
+    modules = ["rollout_server.engines.vllm", "rollout_server.http.app", "rollout_server.serve"]
+    assert loaded_by(modules, {"vllm"}) == set()
+
+
 @pytest.mark.req("ARCH-02")
 @pytest.mark.scenario("Shared parsing contract is importable without trainer class dependency")
 def test_the_stages_load_without_torch() -> None:
