@@ -56,7 +56,7 @@ UNTIED: dict[str, dict[str, Any]] = {
     f"{forwards}_{mode}-untied": {
         "stage2_ab": {"n_softctx_iter": forwards, "softctx_grad_mode": mode}
     }
-    for forwards, mode in ((1, "unroll"), (3, "em_detach"))
+    for forwards, mode in ((1, "unroll"), (3, "unroll"), (3, "em_detach"))
 }
 OTHER_FAMILIES: tuple[ToyFamily, ...] = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_ALONE: dict[str, dict[str, Any]] = {
