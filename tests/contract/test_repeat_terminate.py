@@ -195,7 +195,6 @@ def test_a_chat_completion_ends_as_the_call_that_the_guard_ends(guarded: Running
     assert chat["message"]["content"] == choice["message"]["content"]
 
 
-@pytest.mark.nightly  # test_replica_watch.py starts engines whose preparation refuses
 @pytest.mark.req("REP-06", "SRV-04")
 def test_config_required_repeat_aware_processor_missing_fails_fast(
     tied: Path, settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -184,7 +184,6 @@ def test_each_family_runs_beside_its_own_server(
     assert {answer.weights_version[1] for answer in run.answers} == set(versions)
 
 
-@pytest.mark.nightly  # test_sharded_push.py pushes to a server of its own
 @pytest.mark.req("ROLL-03", "SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
 def test_a_sharded_run_pushes_whole_weights_to_its_server(toys: World, tmp_path: Path) -> None:
     run = Run(toys, tmp_path, training=ENDLESS | {"data_parallel": "fsdp2"})

@@ -11,7 +11,6 @@ import torch
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.nightly,
     pytest.mark.req("FULL-10"),
     pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has GPUs"),
 ]
