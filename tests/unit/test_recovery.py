@@ -247,6 +247,20 @@ def test_server_that_starts_for_ever_ends_the_run() -> None:
             run.ask(2)
 
 
+@pytest.mark.req("SYNC-07")
+def test_a_call_that_began_before_a_restart_does_not_lose_the_server_again() -> None:
+    with fleet(1) as run:
+        (server,) = run.backend.servers
+        began = server.epoch
+        run.rollouts[0].faults.append(S.restart)
+        run.ask(2)
+        assert server.epoch != began
+        server.lose("an answer of before", began)
+        assert run.backend.usable() == [server]
+        server.lose("an answer of now", server.epoch)
+        assert run.backend.usable() == []
+
+
 @pytest.mark.req("SYNC-07", "REP-06")
 def test_server_that_comes_back_with_other_settings_is_not_pushed_to() -> None:
     with fleet(2) as run:
