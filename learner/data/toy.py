@@ -67,8 +67,12 @@ def make_data(
         raise ContractError("toy make-data --polygons", found, "Leave one of the two out.")
     side, make_scene = WORLDS[world]
     with publish_directory(out) as part:
-        splits = (("train", train, unlabelled), ("val", val, 0.0))
-        for number, (split, count, share) in enumerate(splits):
+        files = ToyData.under(part)
+        splits = (
+            ("train", train, unlabelled, files.train_jsonl, files.coco_train),
+            ("val", val, 0.0, files.val_jsonl, files.coco_val),
+        )
+        for number, (split, count, share, jsonl, coco) in enumerate(splits):
             (part / "images" / split).mkdir(parents=True)
             lines = []
             for index in range(count):
@@ -78,10 +82,9 @@ def make_data(
                 image.save(part / name)
                 labels = [_label(o, side, polygons) for o in _labelled(objects, share, rng)]
                 lines.append({"images": [name], "width": side, "height": side, "objects": labels})
-            jsonl = part / f"{split}.jsonl"
             write_lines(jsonl, lines)
-            coco = to_coco(read_samples(jsonl, allow_poly=polygons), part)
-            publish_text(part / f"coco_{split}.json", json_text(coco))
+            document = to_coco(read_samples(jsonl, allow_poly=polygons), part)
+            publish_text(coco, json_text(document))
     return ToyData.under(out)
 
 
