@@ -219,14 +219,14 @@ def check_group_port(where: str, base_url: str, port: int) -> None:
             where, found, _group_port_fix("Give the server's IPv4 address")
         ) from error
     deadline = time.monotonic() + _RELEASE_S
-    while (reason := _port_problem(ip, port, here)) is not None:
+    while (reason := _port_problem(where, ip, port, here)) is not None:
         if time.monotonic() > deadline:
             fix = _group_port_fix("Name another group_port, or stop what uses this one")
             raise ContractError(where, f"{ip}:{port} {reason}", fix)
         time.sleep(0.1)
 
 
-def _port_problem(ip: str, port: int, here: bool) -> str | None:
+def _port_problem(where: str, ip: str, port: int, here: bool) -> str | None:
     """Return why no program can listen on the port, or None. here: `ip` is of this machine."""
     if here:
         with socket.socket() as tried:
@@ -244,7 +244,7 @@ def _port_problem(ip: str, port: int, here: bool) -> str | None:
     except OSError as error:
         found = f"{ip}:{port} gives no answer ({error}): a firewall may drop packets to it"
         fix = _group_port_fix("Open the port for the learner")
-        raise Caution([ContractError("group_port", found, fix)]) from error
+        raise Caution([ContractError(where, found, fix)]) from error
     return "is taken"
 
 

@@ -12,7 +12,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
-from learner.training.checks import Waiting
+from learner.training.checks import Caution, Waiting
 from learner.training.input_checks import StartUp, check_inputs
 from learner.training.server_checks import check_group_port, reach_servers
 from shared_contracts.errors import ContractError, Problem
@@ -91,6 +91,21 @@ def test_a_taken_group_port_is_refused_with_both_ways_without_it(
     assert "vllm.mode: colocate or rollout_backend: hf" in caught.value.do
     check_group_port(KEY, "http://127.0.0.1:8000", port)
     check_group_port(KEY, "http://127.0.0.1:8000", port)  # it was released
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_answer(*_: object) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(server_checks, "address_towards", lambda _: "127.0.0.1")
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    with pytest.raises(Caution) as caught:
+        check_group_port(KEY, "http://192.0.2.1:8000", 51216)
+    (error,) = caught.value.errors
+    assert (error.where, error.do.partition(";")[0]) == (KEY, "Open the port for the learner")
 
 
 @pytest.mark.req("WIRE-04", "DEP-03")
