@@ -17,12 +17,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
 from learner.analysis.report.answers import faults_of
+from learner.analysis.report.gallery import ROLES, facts_of, shown_objects
 from learner.config.schema import Config
 from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.data.show import Table, plain, print_tables
@@ -33,7 +33,7 @@ from learner.runs.rollout_log import LoggedAnswer, LoggedTarget, StepAnswer
 from learner.runs.run_folder import RunFolder
 from learner.stages.targets import run_stages
 from learner.stages.tokens import Tokenizer, decode_exactly
-from learner.types import AssessedRollout, Role, Shape, Target
+from learner.types import AssessedRollout, Role, Target
 from shared_contracts.errors import ContractError
 
 _STYLES = {
@@ -151,7 +151,7 @@ def replay(
     Raises ContractError if no step can be read, or no answer is to this sample.
     """
     details, differences, unread = list[Table](), list[Difference](), list[ContractError]()
-    count = 0
+    count, resolution = 0, config.rollout_matching.matching.maskiou_resolution
     bar = Console(stderr=True)
     for step in track(steps, "Steps", console=bar, transient=True, disable=not bar.is_terminal):
         try:
@@ -165,7 +165,7 @@ def replay(
         count += len(answers)
         for answer, assessed in zip(answers, rebuild(answers, config, tokenizer), strict=True):
             if sample is not None and f"/{answer.sample_id}".endswith((f"/{sample}", f":{sample}")):
-                details += _details(answer, assessed, tokenizer)
+                details += _details(answer, assessed, tokenizer, resolution)
             if (difference := first_difference(answer, assessed)) is not None:
                 differences.append(difference)
     if sample is not None and not details:
@@ -182,13 +182,12 @@ def replay(
 
 
 def _details(
-    answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer
+    answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer, resolution: int
 ) -> Iterator[Table]:
     """Yield tables with all details of an answer."""
     yield _named(f"Step {answer.step}, sample {answer.sample_id}", *_facts(answer))
     yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
-    yield _objects(assessed)
-    yield _truths(assessed)
+    yield _objects(LoggedAnswer.of(assessed), resolution)
     title = "Target"
     if assessed.target is None:
         left_out = f"nothing, the answer is left out: {assessed.left_out}"
@@ -207,10 +206,7 @@ def _named(title: str, *rows: NamedValue) -> Table:
 
 def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
     segment, reward = answer.segment, answer.reward
-    yield from (("image", str(image)) for image in answer.images)
-    yield "requested", f"by process {answer.rank}, chunk {answer.chunk}, seed {answer.seed}"
-    yield "weights", "version {} at its start, {} at its end".format(*answer.weights_version)
-    yield "length", f"{len(answer.response_token_ids)} tokens, ended by {answer.finish_reason}"
+    yield from facts_of(answer).items()
     yield "faults", ", ".join(faults_of(answer)) or "none"
     yield "segment", f"{segment.length} tokens, in pack {segment.pack}" if segment else "none"
     if reward is not None:
@@ -220,45 +216,17 @@ def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
             yield "credits", " ".join(f"{credit:+.4f}" for credit in reward.credits)
 
 
-def _objects(assessed: AssessedRollout) -> Table:
-    parsed, match = assessed.parsed, assessed.match
-    rows, matched = list[list[str | Text]](), dict(match.pairs)
-    for place, item in enumerate(parsed.objects):
-        if place in matched:
-            iou = match.mask_iou[place, matched[place]]
-            result = Text(f"matched to ground truth {matched[place] + 1}, IoU {iou:.2f}", "green")
-        else:
-            best = np.nanmax(match.mask_iou[place], initial=0.0)
-            result = Text(f"not matched, IoU {best:.2f} at most", "red")
-        rows.append([item.key, item.desc, _bins(item.shape), result])
-    for duplicate in assessed.duplicates or ():
-        item = duplicate.found
-        result = Text("removed, repeats an earlier object", "yellow")
-        rows.append([item.key, item.desc, _bins(item.shape), result])
-    for key, reason in parsed.dropped:
-        result = Text(f"dropped, {reason}: {DROPS[reason]}", "yellow")
-        rows.append([key, "", "", result])
-    return Table("Objects of the answer", ("key", "description", "bins", "result"), rows)
-
-
-def _truths(assessed: AssessedRollout) -> Table:
-    match, target = assessed.match, assessed.target
-    rows = list[list[str | Text]]()
-    finders = {j: assessed.parsed.objects[i].key for i, j in match.pairs}
-    keys = iter(target.fn_keys if target else ())
-    for place, truth in enumerate(assessed.sample.objects):
-        if place in finders:
-            result = Text("found as ", "green").append_text(plain(finders[place]))
-        else:
-            key = next(keys, None)
-            result = Text("missed" + (f", appended as {key}" if key else ""), "bold blue")
-        rows.append([str(place + 1), truth.desc, _bins(truth.shape), result])
-    return Table("Ground truth", ("#", "description", "bins", "result"), rows)
-
-
-def _bins(shape: Shape) -> str:
-    name = "" if shape.kind == "bbox_2d" else "polygon "
-    return name + " ".join(map(str, shape.coords))
+def _objects(answer: LoggedAnswer, resolution: int) -> Table:
+    """Return a table of predictions, ground truths, removed duplicates and dropped objects."""
+    rows, objects = list[list[str]](), shown_objects(answer, resolution)
+    for each in objects:
+        result, _ = ROLES[each.role]
+        if each.pair is not None:
+            result += f": {objects[each.pair].key}, IoU {each.iou:.2f}"
+        rows.append([each.key, each.desc, " ".join(map(str, each.coords)), result])
+    for key, reason in answer.parse.dropped:
+        rows.append([key, "", "", f"dropped, {reason}: {DROPS[reason]}"])
+    return Table("Objects", ("object", "description", "bins", "result"), rows)
 
 
 def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterator[NamedValue]:

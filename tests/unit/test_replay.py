@@ -140,6 +140,8 @@ def test_rewards_are_computed_again_and_shown(make_run: MakeRun) -> None:
     shown = replay(run, "--step", "4", "--sample", first.sample_id)
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("advantage") == 7
+    assert "missed" in shown.output
+    assert "missed, appended" not in shown.output, "a policy gradient teaches no missed objects"
 
     def change(lines: list[dict[str, Any]]) -> None:
         *parts, advantage, credits = lines[2]["reward"]
@@ -208,6 +210,7 @@ def test_text_of_an_answer_does_not_steer_the_terminal(run: Path, toy_checkpoint
     output = replay(run, "--step", "4", "--sample", answer.sample_id).output
     assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert output.count(r"\x1b]0;title\x07\x9b2J") >= 2, "in the answer and in the target"
+    assert "missed, appended" in output
     shown = " ".join(output.split())
     for item in answer.ground_truth:
         assert item.desc in shown

@@ -120,10 +120,29 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> dic
     """
     step = answer.step if isinstance(answer, StepAnswer) else None
     name = Path(answer.sample_id).name
+    return {
+        "slug": slug,
+        "name": name,
+        "step": step,
+        "replay": "" if step is None else f"--step {step} --sample {shlex.quote(name)}",
+        "f1": round(f1_of(answer), 4),
+        "faults": faults_of(answer),
+        "facts": facts_of(answer),
+        "objects": [asdict(each) for each in shown_objects(answer, resolution)],
+        "dropped": answer.parse.dropped,
+        "text": answer.text,
+        "picture": picture,
+        "width": answer.width,
+        "height": answer.height,
+    }
+
+
+def facts_of(answer: LoggedAnswer) -> dict[str, str]:
+    """Return the facts of an answer by their names, for a page or a terminal."""
     version = " to ".join(map(str, dict.fromkeys(answer.weights_version)))
     predicted = answer.counted + len(answer.parse.duplicates)
     facts = {
-        "step": step,
+        "step": answer.step if isinstance(answer, StepAnswer) else None,
         "sample": answer.sample_id,
         "image": f"{answer.images[0]}, {answer.width} x {answer.height}",
         "further images": len(answer.images) - 1,
@@ -136,21 +155,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> dic
         f"{len(answer.hit_pairs)} hits",
         "not trained on": answer.left_out,
     }
-    return {
-        "slug": slug,
-        "name": name,
-        "step": step,
-        "replay": "" if step is None else f"--step {step} --sample {shlex.quote(name)}",
-        "f1": round(f1_of(answer), 4),
-        "faults": faults_of(answer),
-        "facts": {name: str(value) for name, value in facts.items() if value},
-        "objects": [asdict(each) for each in shown_objects(answer, resolution)],
-        "dropped": answer.parse.dropped,
-        "text": answer.text,
-        "picture": picture,
-        "width": answer.width,
-        "height": answer.height,
-    }
+    return {name: str(value) for name, value in facts.items() if value}
 
 
 def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
@@ -170,7 +175,7 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
         own = _shown(prediction, role, prediction.key, of_prediction.get(place))
         objects.append(replace(own, confidence=prediction.confidence))
     for place, truth in enumerate(truths):
-        role = "appended" if answer.supervised else "missed"
+        role = "appended" if answer.target and answer.target.keys else "missed"
         if place in of_truth:
             role = "truth"
         objects.append(_shown(truth, role, f"ground truth {place + 1}", of_truth.get(place)))
