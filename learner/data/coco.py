@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.data.boxes import bounding_xywh
-from learner.data.files import read_text, strict_json
+from learner.data.files import parse_json, read_text
 from learner.data.jsonl import bounding_box, is_description, is_side
 from learner.data.records import Account, Annotation, Id, Rule, Source, SourceImage, is_number
 from learner.stages.coords import decode_bin
@@ -75,7 +75,7 @@ def _folder_of(path: Path, pictures: Sequence[SourceImage]) -> Path:
 
 def _sections(path: Path) -> list[list[dict[str, Any]]]:
     """Return the images, annotations and categories; entries that are no mapping become empty."""
-    document = strict_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON, allow_nan=True)
+    document = parse_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON)
     sections = document if isinstance(document, dict) else {}
     lists = [sections.get(key) for key in ("images", "annotations", "categories")]
     mappings = [

@@ -2,7 +2,7 @@
 
 raw_lines, read_text        the content of a file
 records                     the values of JSONL, of a JSON list, or of a lone JSON object
-parse_line, strict_json     strict JSON: `NaN`, `Infinity` and repeated keys are errors
+parse_line, parse_json      the value of JSON text
 write_lines                 publishes JSONL
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from learner.runs.atomic_files import publish_text
 from shared_contracts.errors import ContractError, ContractErrors
@@ -101,32 +101,17 @@ def parse_line(raw: bytes, where: str) -> dict[str, Any]:
         raise DataProblem("not UTF-8", where, found, "Save the file as UTF-8.") from error
     if not text.strip():
         raise DataProblem("empty line", where, "the line is empty", "Remove it.")
-    record = strict_json(text, where)
+    record = parse_json(text, where)
     if not isinstance(record, dict):
         found = f"{shown(record)} is no JSON object"
         raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
     return record
 
 
-def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool = False) -> Any:
-    """Return the value of strict JSON text; raises `DataProblem`."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            found = f"the key {shown(repeated)} is given {keys.count(repeated)} times in one object"
-            raise DataProblem("repeated key", where, found, "Keep one of them.")
-        return record
-
-    def refuse(constant: str) -> NoReturn:
-        found = f"not JSON ({constant} is no number there)"
-        raise DataProblem("not JSON", where, found, "Write a number, or null.")
-
-    constant = float if allow_nan else refuse
+def parse_json(text: str, where: str, do: str = _ONE_OBJECT) -> Any:
+    """Return the value of JSON text; raises `DataProblem`."""
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at character {error.pos + 1}"
     except (RecursionError, ValueError):  # more digits than int() accepts
@@ -143,7 +128,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     first = next((raw.strip() for raw in raw_lines(path) if raw.strip()), b"")
     if first.startswith(b"[") or first == b"{":  # one JSON value over several lines
         do = "Write a JSON list, or JSONL."
-        value = strict_json(read_text(path, do), str(path), do)
+        value = parse_json(read_text(path, do), str(path), do)
         for index, entry in enumerate(value if isinstance(value, list) else [value]):
             yield f"{path.name}[{index}]", entry if isinstance(entry, dict) else {}
     else:

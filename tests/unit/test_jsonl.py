@@ -98,7 +98,10 @@ def test_numbers_numeric_strings_and_coordinate_tokens_are_read(
         [-1, 2, 3, 4],
         [3, 2, 1, 4],
         [1, 4, 3, 2],
-        *([1, 2, 3, last] for last in ("four", "", "nan", "1e400", "999.6", "<|coord_1000|>")),
+        *(
+            [1, 2, 3, last]
+            for last in ("four", "", "nan", float("nan"), "1e400", "999.6", "<|coord_1000|>")
+        ),
         *([1, 2, 3, last] for last in ("<|coord_007|>", 10**400, None, True, 999.5)),
         [[1, 2], [3, 4]],
         "1 2 3 4",
@@ -165,10 +168,6 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
         ("[1]", "[1] is no JSON object"),
         ("[" * 100_000, "not JSON (nested too deeply, or a number is too long)"),
         ("9" * 5_000, "not JSON (nested too deeply, or a number is too long)"),
-        ('{"metadata": {"loss": NaN}}', "not JSON (NaN is no number there)"),
-        ('{"width": -Infinity}', "not JSON (-Infinity is no number there)"),
-        ('{"width": 1, "width": 1}', 'the key "width" is given 2 times in one object'),
-        ('{"metadata": {"a": [{"b": 1, "b": 2}]}}', 'the key "b" is given 2 times'),
     ],
 )
 def test_a_line_that_is_no_json_object_is_refused(tmp_path: Path, line: str, found: str) -> None:
