@@ -62,7 +62,7 @@ B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
     [
         (
             MadeRun(Path(), [step_line(1, "A")], sections=B_RATIO_0),
-            "No step generated answers yet.",
+            "No answers are logged",
         ),
         (MadeRun(Path()), "No step is logged yet."),
         (replace(made(Path()), answers=[]), "No answers are logged"),

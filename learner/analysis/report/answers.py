@@ -1,7 +1,7 @@
 """Answers of a run: faults, the subset for a page, and counts over all answers.
 
 A page with too many answers shows the worst ones (two thirds), and an even spread of the others by
-rank. Each third of a run's logged steps has the same number of shown answers.
+rank. Each step of a run has the same number of shown answers.
 """
 
 from collections import Counter
@@ -72,21 +72,24 @@ def badness(answer: LoggedAnswer) -> tuple[float, int, str]:
 
 # Limits of a page: shown answers, and steps whose answers are read.
 MOST = 200
-MOST_STEPS, MOST_AFTER_ERROR = 400, 100  # a process that failed ends within seconds
-_THIRDS = 3
+MOST_STEPS, MOST_AFTER_ERROR = MOST, 100  # a process that failed ends within seconds
 _WORST_SHARE = 2 / 3
 
-A = TypeVar("A", bound=LoggedAnswer)
+A = TypeVar("A")
+Answer = TypeVar("Answer", bound=LoggedAnswer)
 
 
-def sample_answers(answers: Sequence[A], most: int = MOST) -> list[A]:
+def sample_answers(answers: Sequence[Answer], most: int = MOST) -> list[Answer]:
     """Return at most `most` answers, worst first: the worst, and an even spread of the others."""
     ordered = sorted(answers, key=badness)
-    if len(ordered) <= most:
-        return ordered
     worst = round(most * _WORST_SHARE)
-    others, count = ordered[worst:], most - worst
-    return ordered[:worst] + [others[place * len(others) // count] for place in range(count)]
+    return ordered[:worst] + _spread(ordered[worst:], most - worst)
+
+
+def _spread(values: Sequence[A], most: int) -> list[A]:
+    """Return at most `most` values, evenly spread; the last is one of them."""
+    count = min(most, len(values))
+    return [values[place * len(values) // count - 1] for place in range(1, count + 1)]
 
 
 @dataclass
@@ -103,38 +106,18 @@ class Tally:
             self.cut_short += answer.parse.truncated and answer.finish_reason == "length"
             self.faults.update(faults_of(answer))
 
-    def fault_counts(self) -> list[Counted]:
-        return count_rows(self.faults, dict.fromkeys(FAULTS, ""), self.answers)
 
-
-@dataclass(frozen=True)
-class ReadAnswers:
-    """shown: answers of the page. steps: number of steps with answers. read: number read."""
-
-    tally: Tally
-    shown: list[StepAnswer]
-    steps: int
-    read: int
-
-
-def read_answers(folder: RunFolder, most_steps: int = MOST_STEPS) -> ReadAnswers:
+def read_answers(folder: RunFolder, most_steps: int = MOST_STEPS) -> tuple[Tally, list[StepAnswer]]:
     """Read the answers of at most `most_steps` steps, evenly spread over the run.
+
+    Returns the counts of all of them, and those of the page, the same number of each step.
 
     Raises ContractError for an invalid line.
     """
-    steps = folder.answer_steps()
-    selected = steps
-    if len(steps) > most_steps:
-        last = len(steps) - 1
-        selected = [steps[round(place * last / (most_steps - 1))] for place in range(most_steps)]
-    tally = Tally()
-    thirds: list[list[StepAnswer]] = [[] for _ in range(_THIRDS)]
-    for place, step in enumerate(selected):
+    tally, shown = Tally(), list[StepAnswer]()
+    steps = _spread(folder.answer_steps(), most_steps)
+    for step in steps:
         answers = folder.answers(step)
         tally.add(answers)
-        third = place * _THIRDS // len(selected)
-        thirds[third] = sample_answers([*thirds[third], *answers])
-    if sum(map(len, thirds)) > MOST:
-        thirds = [sample_answers(kept, MOST // _THIRDS) for kept in thirds]
-    shown = sorted((answer for kept in thirds for answer in kept), key=badness)
-    return ReadAnswers(tally, shown, len(steps), len(selected))
+        shown += sample_answers(answers, MOST // len(steps))
+    return tally, sorted(shown, key=badness)

@@ -93,7 +93,7 @@ def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
     for unit, verb, each in counts:
         share = "" if each.share == "-" else f" ({each.share})"
         text = f"{counted(each.count, unit)} {verb} {each.name}{share}: {each.meaning}"
-        yield Finding("look", text, "dropped")
+        yield Finding("look", text, "gallery")
 
 
 def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
         truncated = tally.cut_short / tally.answers
         limit = f" at max_new_tokens ({run.config.rollout_matching.max_new_tokens})"
     if truncated >= _TRUNCATED:
-        yield Finding("look", f"{truncated:.1%} of the answers were truncated{limit}", "dropped")
+        yield Finding("look", f"{truncated:.1%} of the answers were truncated{limit}", "gallery")
     wrong, left_out = tally.faults[WRONG], tally.faults[LEFT_OUT]
     if tally.answers and wrong / tally.answers >= _WRONG:
         of_all = fraction(wrong, tally.answers)
@@ -113,7 +113,7 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
         text = f"{counted(left_out, 'answer')} could not be trained on and were left out"
         yield Finding("look", text, "gallery")
     if ended := run.total(GUARD):
-        yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "dropped")
+        yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "gallery")
 
 
 def _scores(run: RunView) -> Iterator[Finding]:

@@ -15,14 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from learner.analysis.report.answers import (
-    MOST_AFTER_ERROR,
-    MOST_STEPS,
-    ReadAnswers,
-    count_table,
-    read_answers,
-)
-from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
+from learner.analysis.report.answers import MOST_AFTER_ERROR, MOST_STEPS, read_answers
+from learner.analysis.report.findings import findings
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, asset, link, publish_page
 from learner.analysis.report.plots import Plot, plots
@@ -51,9 +45,9 @@ def write_report(folder: RunFolder, out: Path | None = None, error: str | None =
     """
     out = out or folder.path / REPORT
     run = RunView.of(folder, error)
-    answers = read_answers(folder, MOST_STEPS if error is None else MOST_AFTER_ERROR)
+    tally, answers = read_answers(folder, MOST_STEPS if error is None else MOST_AFTER_ERROR)
     resolution = run.config.rollout_matching.matching.maskiou_resolution
-    shown = gallery(answers.shown, answers.tally.answers, resolution, run.replay)
+    shown = gallery(answers, tally.answers, resolution, run.replay)
     unreadable = sum(bool(picture["problem"]) for picture in shown["pictures"])
     evaluations, curves = evaluations_of(run), plots(run)
     newest = headline(evaluations, run.config.data.val_jsonl)
@@ -69,13 +63,9 @@ def write_report(folder: RunFolder, out: Path | None = None, error: str | None =
         "state": state(run),
         "finished": run.ended is not None and run.error is None,
         "tiles": tiles(run, newest, link_of_tile),
-        "findings": findings(run, answers.tally, unreadable),
+        "findings": findings(run, tally, unreadable),
         "facts": {name: str(value) for name, value in known.items() if value},
-        "sections": [
-            _evaluations(run, evaluations, newest, out),
-            _curves(curves),
-            _dropped(run, answers),
-        ],
+        "sections": [_evaluations(run, evaluations, newest, out), _curves(curves)],
         "plots": {plot.slug: asdict(plot) for plot in curves},
         "gallery": shown,
         "texts": {
@@ -129,22 +119,6 @@ def _curves(drawn: Sequence[Plot]) -> Section:
         "strong line is the running mean. docs/metrics.md describes every metric."
     )
     return Section("curves", "Curves", lead if drawn else "No step is logged yet.", plots=groups)
-
-
-def _dropped(run: RunView, answers: ReadAnswers) -> Section:
-    title = "What was dropped"
-    if "B" not in run.by_channel:
-        return Section("dropped", title, "No step generated answers yet.")
-    tally = answers.tally
-    tables = [
-        count_table("Dropped objects, of all predicted", "#objects", dropped_objects(run)),
-        count_table("Dropped answers", "#answers", dropped_answers(run, tally)),
-        count_table("Faults of answers", "#answers", tally.fault_counts()),
-    ]
-    lead = f"Answers of {answers.read:,} of {answers.steps:,} steps are counted."
-    if not tally.answers:
-        lead = "No answers are logged (`training.log_rollouts`)."
-    return Section("dropped", title, lead, tables=[table for table in tables if table.rows])
 
 
 @contextmanager
