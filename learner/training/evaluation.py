@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from learner.analysis.evaluation.folder import EvaluationLog
+from learner.analysis.evaluation.folder import finish_evaluation
 from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.config.schema import Config
 from learner.distributed.peers import Peers
@@ -42,14 +42,6 @@ def build_scorer(
     own = samples[peers.rank :: peers.count]
     seed = evaluation_seed(config, peers.rank)
     device = next(loaded.model.parameters()).device
-    detection = config.rollout_matching.eval_detection
-    log = None
-    if detection.enabled:
-        folder, data = config.training.output_dir, config.data.val_jsonl
-        assert data is not None, "checked with the config"
-        facts = {"run": str(folder), **evaluation_facts(config, data)}
-        polygons, save = config.allow_poly, detection.save_answers
-        log = EvaluationLog(folder, data, facts, polygons=polygons, save=save, peers=peers)
 
     def score(step: int) -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
@@ -65,7 +57,12 @@ def build_scorer(
         payloads = (evaluation.scores.payload(), evaluation.notes)
         scores, notes = (over_processes(payload, device) for payload in payloads)
         metrics = evaluation_metrics(scores, notes)
-        return metrics if log is None else {**metrics, **log.finish(step, evaluation.answers)}
+        if not config.rollout_matching.eval_detection.enabled:
+            return metrics
+        assert config.data.val_jsonl is not None, "checked with the config"
+        run = {"run": str(config.training.output_dir)}
+        facts = run | evaluation_facts(config, config.data.val_jsonl)
+        return metrics | finish_evaluation(config, step, evaluation.answers, facts, peers)
 
     return score
 

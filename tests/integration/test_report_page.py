@@ -179,7 +179,7 @@ def test_every_plot_is_drawn_and_printed(browser: Browser, report: Path) -> None
 def test_detail_of_an_answer_has_its_boxes_at_their_coordinates(
     browser: Browser, report: Path
 ) -> None:
-    with opened(browser, report, anchor="#sample-4-train.jsonl-102") as watched:
+    with opened(browser, report, anchor="#answer-3") as watched:
         page, detail = watched.page, watched.page.locator("#detail")
         loaded = "image => image.complete && image.naturalWidth > 0"
         eventually(lambda: detail.locator(".shot img").evaluate(loaded))
@@ -208,7 +208,7 @@ def test_detail_of_an_answer_has_its_boxes_at_their_coordinates(
         page.keyboard.press("Escape")
         expect(detail).not_to_be_visible()
         expect(page).to_have_url(re.compile("#gallery$"))
-    with opened(browser, report, anchor="#sample-4-train.jsonl-103") as watched:
+    with opened(browser, report, anchor="#answer-2") as watched:
         lost = watched.page.locator("#detail .lost")
         expect(lost).to_contain_text("lost.png cannot be read")
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from learner.analysis.evaluation.folder import (
     ANSWERS,
-    EvaluationLog,
     Scored,
+    finish_evaluation,
     read_answers,
     write_evaluation,
 )
@@ -36,7 +36,7 @@ from tests.unit.data_files import box as box_of_a_line
 from tests.unit.data_files import line, paint_all, write_lines
 from tests.unit.eval_answers import answered, box, sample
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import small_config, small_mapping
 from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 
 pytestmark = pytest.mark.req("EVAL-01")
@@ -317,9 +317,12 @@ def finished(
     folder: Path, answers: list[ScoredAnswer], peers: Peers, step: int = 120, save: bool = True
 ) -> dict[str, float]:
     """What each process of a run does with the answers to its samples."""
-    data, facts = folder / "val.jsonl", {"run": str(folder)}
-    log = EvaluationLog(folder, data, facts, polygons=False, save=save, peers=peers)
-    return log.finish(step, answers[peers.rank :: peers.count])
+    detection = {"eval_detection": {"enabled": True, "save_answers": save}}
+    training = {"eval_strategy": "steps", "eval_steps": 3}
+    sections = {"training": training, "rollout_matching": detection}
+    config = small_config(Path("/model"), ToyData.under(folder), folder, **sections)
+    own, facts = answers[peers.rank :: peers.count], {"run": str(folder)}
+    return finish_evaluation(config, step, own, facts, peers)
 
 
 @pytest.mark.req("MET-01")

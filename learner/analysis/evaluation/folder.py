@@ -33,7 +33,8 @@ from learner.analysis.evaluation.scores import IOU_THRESHOLD, ScoredAnswer, Scor
 from learner.analysis.report.evaluation_page import write_gallery
 from learner.analysis.report.run_page import error_text
 from learner.analysis.report.run_view import REPORT, SCORES
-from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.config.schema import Config
+from learner.distributed.peers import Peers, broadcast_from_rank0
 from learner.runs.atomic_files import publish_directory, publish_text, writing
 from learner.runs.run_folder import EVALUATIONS
 from shared_contracts.errors import ContractError, RunError
@@ -122,48 +123,43 @@ def read_answers(path: Path) -> list[ScoredAnswer]:
         ) from error
 
 
-@dataclass(frozen=True)
-class EvaluationLog:
-    """The evaluations of a run; process 0 scores the answers of all processes.
+def finish_evaluation(
+    config: Config,
+    step: int,
+    answers: Sequence[ScoredAnswer],
+    facts: Mapping[str, Any],
+    peers: Peers,
+) -> dict[str, float]:
+    """Return the metrics of average precision over the answers of all processes of a run.
 
-    folder: of the run. data: the file of the samples. facts: common to all evaluations, for
-    `write_evaluation`. save: keep the answers.
+    Every process calls it; process 0 scores the answers, and keeps them if the config says so.
+    step: number of finished optimizer steps. facts: for `write_evaluation`.
     """
+    parts = peers.all_gather(lambda: [answer.model_dump_json() for answer in answers])
+    data = config.data.val_jsonl
+    assert data is not None, "a run that evaluates has data.val_jsonl"
 
-    folder: Path
-    data: Path
-    facts: Mapping[str, Any]
-    polygons: bool
-    save: bool
-    peers: Peers = SINGLE_PROCESS
+    def finished() -> dict[str, float]:
+        gathered = [ScoredAnswer.model_validate_json(line) for part in parts for line in part]
+        scored = Scored.of(gathered, data, polygons=config.allow_poly)
+        if config.rollout_matching.eval_detection.save_answers:
+            out = config.training.output_dir / EVALUATIONS / f"step_{step:06d}"
+            _keep(out, scored, {"step": step, **facts})
+        return precision_payload(scored.detected).metrics()
 
-    def finish(self, step: int, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
-        """Return the metrics of average precision over the answers of all processes.
+    return broadcast_from_rank0(peers, finished)
 
-        Every process calls it. step: number of finished optimizer steps.
-        """
-        parts = self.peers.all_gather(lambda: [answer.model_dump_json() for answer in answers])
 
-        def finished() -> dict[str, float]:
-            gathered = [ScoredAnswer.model_validate_json(line) for part in parts for line in part]
-            scored = Scored.of(gathered, self.data, polygons=self.polygons)
-            if self.save:
-                self._keep(step, scored)
-            return precision_payload(scored.detected).metrics()
-
-        return broadcast_from_rank0(self.peers, finished)
-
-    def _keep(self, step: int, scored: Scored) -> None:
-        """Write the evaluation folder. Raises RunError if the disk is full; else only warns."""
-        out = self.folder / EVALUATIONS / f"step_{step:06d}"
-        shutil.rmtree(out, ignore_errors=True)
-        try:
-            write_evaluation(out, scored, {"step": step, **self.facts})
-        except RunError:
-            raise
-        except Exception as problem:  # noqa: BLE001  # pages must not end a run
-            reason = error_text(problem)
-            _LOG.warning("the answers of the evaluation %s are not kept: %s", out, reason)
+def _keep(out: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
+    """Write the evaluation folder. Raises RunError if the disk is full; else only warns."""
+    shutil.rmtree(out, ignore_errors=True)
+    try:
+        write_evaluation(out, scored, facts)
+    except RunError:
+        raise
+    except Exception as problem:  # noqa: BLE001  # pages must not end a run
+        reason = error_text(problem)
+        _LOG.warning("the answers of the evaluation %s are not kept: %s", out, reason)
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -2,9 +2,7 @@
 
 import base64
 import io
-import re
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -96,12 +94,10 @@ def gallery(
         places.setdefault(answer.images[0], len(places))
     with ThreadPoolExecutor(_THREADS) as pool:
         pictures = list(pool.map(embed, places))
-    cards, slugs = [], Counter[str]()
-    for answer in answers:
-        slug = _slug(answer)
-        slugs[slug] += 1
-        unique = f"{slug}--{slugs[slug]}" if slugs[slug] > 1 else slug
-        cards.append(_card(answer, unique, places[answer.images[0]], resolution))
+    cards = [
+        _card(answer, f"answer-{number}", places[answer.images[0]], resolution)
+        for number, answer in enumerate(answers, start=1)
+    ]
     return {
         "cards": cards,
         "pictures": [asdict(picture) for picture in pictures],
@@ -188,10 +184,3 @@ def _shown(
     """Return an object of a picture. partner: its index in the list of objects, and the IoU."""
     pair, iou = partner or (None, None)
     return ShownObject(role, key, normalized(item.desc), item.kind, item.coords, iou, pair)
-
-
-def _slug(answer: LoggedAnswer) -> str:
-    """Return an anchor such as `sample-74-train.jsonl-3451`, of word characters, `.` and `-`."""
-    name = re.sub(r"[^\w.-]+", "-", Path(answer.sample_id).name)
-    step = f"{answer.step}-" if isinstance(answer, StepAnswer) else ""
-    return f"sample-{step}{name}"

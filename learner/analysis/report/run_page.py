@@ -27,7 +27,6 @@ from learner.analysis.report.run_view import (
     RunView,
     evaluations_of,
     headline,
-    how_to_evaluate,
     state,
     tiles,
 )
@@ -104,7 +103,8 @@ def _evaluations(
         lead = (
             "This run has no evaluation on held-out data. Its match rate is of images that it "
             "trains on. A run evaluates itself with `data.val_jsonl`, `training.eval_strategy` "
-            f"and `training.eval_steps`. Evaluate a checkpoint with `{how_to_evaluate(run)}`"
+            "and `training.eval_steps`. Evaluate a checkpoint with "
+            f"`learner eval --config {run.folder.path / RESOLVED} --checkpoint CHECKPOINT`"
         )
     return Section("evaluations", "Evaluations", lead, tables=tables)
 

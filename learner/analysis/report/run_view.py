@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from learner.analysis.report.page import Tile
 from learner.config import Config
-from learner.runs.checkpoint import checkpoints_in, step_of
+from learner.runs.checkpoint import step_of
 from learner.runs.console import channel_of, duration, number, score
-from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RunFolder, total_steps
+from learner.runs.run_folder import EVALUATIONS, METRICS, RunFolder, total_steps
 from shared_contracts.errors import ContractError
 
 REPORT = "report.html"
@@ -146,16 +146,6 @@ def headline(evaluations: list[RunEvaluation], data: Path | None) -> RunEvaluati
     held_out = [each for each in evaluations if each.held_out and each.step]
     on_data = [each for each in held_out if each.data == data]
     return next(reversed(on_data or held_out), None)
-
-
-def how_to_evaluate(run: RunView) -> str:
-    """Return the command that scores the newest checkpoint."""
-    folder = run.folder.path.absolute()
-    checkpoints = checkpoints_in(folder)
-    checkpoint = shlex.quote(str(checkpoints[0])) if checkpoints else f"{folder}/checkpoint-N"
-    data = "" if run.config.data.val_jsonl else " --data FILE"
-    config = shlex.quote(str(folder / RESOLVED))
-    return f"learner eval --config {config} --checkpoint {checkpoint}{data}"
 
 
 def _of_folder(run: RunView, file: Path) -> RunEvaluation | None:

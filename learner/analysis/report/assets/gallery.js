@@ -208,7 +208,7 @@
 
   function followLink() {
     const anchor = location.hash.slice(1);
-    const card = data.cards.find((each) => [each.slug, encodeURIComponent(each.slug)].includes(anchor));
+    const card = data.cards.find((each) => each.slug === anchor);
     if (card) show(card);
     else if (dialog.open) dialog.close();
   }
