@@ -14,10 +14,8 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +43,9 @@ _DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid", "token_file
 # Variables of torchrun, which may have started this process.
 _TORCHRUN_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 _ELSEWHERE = (
-    "Write it like http://127.0.0.1:8000, give each port one use, and stop what listens there "
-    "(`ss -ltnp`). For servers that run already, or elsewhere (`rollout-server serve`), start the "
-    "learner alone with deploy/train_stage2.sh or `learner train`"
+    "Write it like http://127.0.0.1:8000, and stop what listens there (`ss -ltnp`). For servers "
+    "that run already, or elsewhere (`rollout-server serve`), start the learner alone with "
+    "deploy/train_stage2.sh or `learner train`"
 )
 
 
@@ -121,32 +119,22 @@ def _id_list(ids: Sequence[int]) -> str:
 def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int]]:
     """Return URL, IPv4 address and port of each server of the config, all on this machine.
 
-    Binds both ports of all servers at the same time, then releases them: this finds used ports and
-    ports that the config names twice.
-
     Raises:
-        ContractErrors: all addresses that cannot be bound, with reasons.
+        ContractErrors: all addresses that cannot be bound, or that a launched server does not have.
     """
     faults, addresses = CheckErrors(), list[tuple[str, str, int]]()
-    with ExitStack() as held:
-        for index, server in enumerate(servers):
-            where, url = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
-            if url.scheme != "http" or url.path:
-                found = f"{server.base_url} is no plain http, or has a path"
-                faults.errors.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
-                continue
-            host, port = str(url.hostname), url.port or 80
-            for key, number in (("base_url", port), ("group_port", server.group_port)):
-                try:
-                    listening = held.enter_context(socket.create_server((host, number)))
-                except OSError as error:
-                    is_name = isinstance(error, socket.gaierror)
-                    why = error.strerror if is_name else os.strerror(error.errno or 0)
-                    found = f"{host}:{number} cannot be bound ({why})"
-                    faults.errors.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
-                    break
-                host = listening.getsockname()[0]
-            addresses.append((server.base_url, host, port))
+    for index, server in enumerate(servers):
+        url, found = urlsplit(server.base_url), ""
+        host, port = str(url.hostname), url.port or 80
+        try:
+            with socket.create_server((host, port)) as listening:
+                addresses.append((server.base_url, listening.getsockname()[0], port))
+        except OSError as error:
+            found = f"{host}:{port} cannot be bound ({error})"
+        if url.scheme != "http" or url.path:
+            found = f"{server.base_url} is no plain http, or has a path"
+        if found:
+            faults.errors.append(ContractError(f"{_SERVERS}[{index}].base_url", found, _ELSEWHERE))
     faults.raise_all()
     return addresses
 
@@ -189,7 +177,6 @@ def plan_launch(
     """
     errors, servers_of_config = CheckErrors(), _require_servers(config)
     alone = {name: v for name, v in environment.items() if name not in _TORCHRUN_VARIABLES}
-    program = errors.of(_learner_program)
     errors.of(lambda: _require_allowed(own))
     size = int(_number(own, "tensor_parallel_size", 1))
     visible = visible_gpus(environment) if options.device == "gpu" else []
@@ -204,7 +191,7 @@ def plan_launch(
         decoded = config.rollout_matching.decode_batch_size
         errors.of(lambda: rank_chunk_size(decoded, sizes, processes))
     errors.raise_all()
-    assert program and split and addresses and inputs  # noqa: PT018  # else there are errors
+    assert split and addresses and inputs  # noqa: PT018  # else there are errors
     *of_servers, of_learner = split
 
     samples, logs = [*inputs.train, *inputs.val], config.training.output_dir / LOGS
@@ -232,6 +219,8 @@ def plan_launch(
         device = f"GPU {_id_list(gpus)}" if gpus else "the CPU"
         start = partial(ServerProcess, words, log, port, around, host, url, grace_s)
         servers[f"{url} on {device} (log: {log})"] = start
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("learner", path=programs) or "learner"
     # torchrun's default for several processes, without its warning.
     threads = {"OMP_NUM_THREADS": str(1 if processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
@@ -262,16 +251,6 @@ def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
         )
     assert rollout.vllm.server is not None, "checked with the config"
     return rollout.vllm.server.servers
-
-
-def _learner_program() -> str:
-    """Return the path of `learner`, this environment's first; require vLLM."""
-    if find_spec("vllm") is None:
-        raise ContractError("vllm", "not installed here", "Install the extra cpu or gpu")
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if (program := shutil.which("learner", path=folders)) is None:
-        raise ContractError("PATH", "there is no program `learner`", "Install this project")
-    return program
 
 
 def _require_allowed(own: Mapping[str, Any]) -> None:
