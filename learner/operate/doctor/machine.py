@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from learner.operate.estimate.step import USABLE, gib, meta_model, step_costs
+from learner.operate.estimate.step import SMALLER, USABLE, gib, meta_model, step_costs
 from learner.training.checks import Caution, Check, require
 from learner.training.input_checks import StartUp
 from learner.training.server_checks import spread
@@ -76,7 +76,7 @@ def _check_memory(run: StartUp, machine: Machine) -> str:
     if needed.total <= room:
         return found
     where = "GPU" if machine.visible else "CPU"
-    problem = ContractError(where, found, needed.remedy(run.config, room))
+    problem = ContractError(where, found, SMALLER)
     raise problem if needed.total - needed.working > total else Caution([problem])
 
 

@@ -9,6 +9,7 @@ from learner.config.schema import Config
 from learner.data.show import Table
 from learner.models.gpus import Gpu
 from learner.operate.estimate.step import (
+    SMALLER,
     USABLE,
     StepCost,
     gib,
@@ -187,7 +188,7 @@ class Estimate:
         cost, served, gpu = self.largest, self.served, self.gpu
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {gpu.name} can be used"
-            yield ContractError("--gpu", found, cost.remedy(self.config, self.room))
+            yield ContractError("--gpu", found, SMALLER)
         if self.colocated and self.kept > self.left:
             found = (
                 f"while its server works, a learner keeps {gib(self.kept)} of weights and "

@@ -28,6 +28,12 @@ from shared_contracts.footprint import GIB
 # Share of GPU memory beside driver, kernels and allocator fragmentation.
 USABLE = 0.92
 
+SMALLER = (
+    "Use model.gradient_checkpointing, a lower global_max_length with packing, "
+    "tuner.train_type: lora, for all weights training.data_parallel: fsdp2 on more GPUs, or a "
+    "device with more memory"
+)
+
 # Elements of a token or patch in a layer: residual stream, MLP, heads (queries and keys).
 Widths = tuple[float, float, float]
 
@@ -83,18 +89,6 @@ class StepCost:
     @property
     def total(self) -> int:
         return self.weights + self.start + self.gradients + self.moments + self.working
-
-    def remedy(self, config: Config, room: float) -> str:
-        """Return advice to fit the step into `room` bytes."""
-        fits, lora = self.total - self.working <= room, config.tuner.train_type == "lora"
-        ways = [
-            ("model.gradient_checkpointing", fits and not config.model.gradient_checkpointing),
-            ("a lower global_max_length", fits and config.training.packing),
-            ("training.data_parallel: fsdp2 on more GPUs", not lora),
-            ("tuner.train_type: lora", not lora),
-            ("a device with more memory", True),
-        ]
-        return f"Use {', or '.join(way for way, is_open in ways if is_open)}"
 
     def __str__(self) -> str:
         return (
