@@ -28,11 +28,11 @@ MODEL_FAMILIES = {
 }
 
 
-def model_family(model_type: str | None) -> Any:
+def model_family(model_type: str | None, where: str = "model.model") -> Any:
     """Return the `Family` of a `model_type`; raises ContractError for an unknown one."""
     if model_type not in MODEL_FAMILIES:
         found = f"its model_type is {model_type}, which has no family here"
-        raise ContractError("model.model", found, f"Use one of {', '.join(MODEL_FAMILIES)}")
+        raise ContractError(where, found, f"Use one of {', '.join(MODEL_FAMILIES)}")
     return load_registered(MODEL_FAMILIES, model_type)
 
 

@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def family(self) -> Any:
         """The `learner.models.families.Family` of the model."""
-        return model_family(read_json(self.base / "config.json").get("model_type"))
+        return model_family(read_json(self.base / "config.json").get("model_type"), self.where)
 
     @property
     def image_rule(self) -> ImageRule:

@@ -47,7 +47,6 @@ from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
 from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import text_config
 from shared_contracts.machine import visible_gpus
 
 CPU = "cpu"
@@ -61,7 +60,6 @@ PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
 ANSWERS_AT_ONCE = 64
 # Server shares of a GPU that the learner shares.
 SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.7
-_LENGTH_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,9 @@ class Plan:
         learner, servers = ",".join(gpus[: self.learner_gpus]), ",".join(gpus[self.learner_gpus :])
         if name == TWO_CHANNEL and self.servers:
             return f"learner launch {file} --server-gpus {servers} --train-gpus {learner}"
-        if self.learner_gpus > 1:
-            processes = f"torchrun --nproc-per-node {self.learner_gpus} --no-python"
-            return f"CUDA_VISIBLE_DEVICES={learner} {processes} learner train --config {file}"
-        visible = "CUDA_VISIBLE_DEVICES=0 " if self.servers else ""
-        return f"{visible}learner train {file}"
+        visible = f"CUDA_VISIBLE_DEVICES={learner} " if self.servers else ""
+        torchrun = f"torchrun --nproc-per-node {self.learner_gpus} --no-python "
+        return f"{visible}{torchrun if self.learner_gpus > 1 else ''}learner train {file}"
 
     def config(self) -> Config:
         """Return the config of the run, with the model to measure with."""
@@ -176,21 +172,16 @@ class Plan:
 def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
     """Return the kind of GPU (None: the CPU) and the number; by default the visible GPUs.
 
-    Raises ContractError if the kind is unknown or no GPU is visible.
+    Raises ContractError if the kind is unknown.
     """
-    if name is not None and name.lower() == CPU:
-        if gpus is not None:
-            raise ContractError("--gpus", f"{gpus}, and --gpu is cpu", "Give one of the two")
-        return None, 0
     if name is not None:
-        return gpu_named(name), gpus or 1
-    known = f"{', '.join(GPUS)}, or {CPU}"
-    if not (visible := visible_gpus(os.environ)):
-        raise ContractError("--gpu", "not given, and no GPU is visible here", f"Name {known}")
-    found = torch.cuda.get_device_properties(0)
-    if (gpu := gpu_of_device(found.name, found.total_memory)) is None:
-        raise ContractError("--gpu", f"not given, and {found.name} is not known", f"Name {known}")
-    return gpu, gpus or len(visible)
+        return (None, 0) if name.lower() == CPU else (gpu_named(name), gpus or 1)
+    if visible := visible_gpus(os.environ):
+        found = torch.cuda.get_device_properties(0)
+        if (gpu := gpu_of_device(found.name, found.total_memory)) is not None:
+            return gpu, gpus or len(visible)
+    do = f"Name {', '.join(GPUS)}, or {CPU}"
+    raise ContractError("--gpu", "not given, and no known GPU is visible here", do)
 
 
 def init(options: InitOptions, console: Console) -> None:
@@ -200,8 +191,7 @@ def init(options: InitOptions, console: Console) -> None:
     """
     require_free(options.out)
     disable_progress_bar()
-    has_tokens = _has_coordinate_tokens(options.model)
-    check_parameters(options.model, "--model")
+    has_tokens = check_checkpoint(options.model)
     with publish_directory(options.out) as part:
         files = [as_data_file("--data", options.data, part / "train.jsonl")]
         if options.val is not None:
@@ -212,7 +202,9 @@ def init(options: InitOptions, console: Console) -> None:
         if has_tokens:
             model, why = options.model, why_untrained(options.model)
         else:
-            model, why = part / MODEL, "they are new"
+            model = part / MODEL
+            why = "they are new; their rows start as the mean of all rows plus noise of mean zero "
+            why += "that is smooth in the coordinate"
             describe_expanded(options.model, model)
         draft = Plan(options, part, model, len(samples), after_warmup=why is not None)
         samples, plan = measure(draft, samples)
@@ -220,11 +212,6 @@ def init(options: InitOptions, console: Console) -> None:
         if not has_tokens:
             shutil.rmtree(model)
             expand_vocab(options.model, model, seed=0, tie=None)
-            tell(
-                console,
-                f"Coordinate tokens: added to {options.out / MODEL}; their rows start as the mean "
-                "of all rows plus noise of mean zero that is smooth in the coordinate",
-            )
         for name in plan.names:
             plan.write(name)
         publish_text(part / SCHEMA, schema_text())
@@ -232,32 +219,26 @@ def init(options: InitOptions, console: Console) -> None:
         tell(console, f"Coordinate tokens: {options.model} has them, and they look trained")
     else:
         tell(console, f"A warm-up comes first, because of the coordinate tokens: {why}")
-    if options.val is None:
-        tell(console, "No --val: the run is not evaluated. Keep samples apart to know its scores")
-    for name in plan.names:
-        tell(console, f"Written: {options.out / f'{name}.yaml'}")
     first = shlex.quote(str(options.out / f"{plan.names[0]}.yaml"))
     commands = [plan.command(name) for name in plan.names]
     tell(console, "\n  ".join(["Next:", f"learner doctor {first}", *commands]))
 
 
-def _has_coordinate_tokens(model: Path) -> bool:
-    """Return whether the tokenizer has all coordinate tokens.
+def check_checkpoint(model: Path) -> bool:
+    """Return whether the tokenizer of a checkpoint has the coordinate tokens.
 
-    Raises ContractError at --model for a folder that is no checkpoint of a known family.
+    Raises ContractError for a folder that is no whole checkpoint of a known family.
     """
     checkpoint = Checkpoint(model, "--model")
-    is_model = all((model / name).is_file() for name in ("config.json", TOKENIZER))
-    try:
-        if is_model and not (model / ADAPTER).is_file():
-            _ = checkpoint.family
-            weight_files(model, "--model")
-            if checkpoint.coordinate_ids[0] is None:
-                return False
+    is_adapter, is_stock = (model / ADAPTER).is_file(), False
+    if (model / TOKENIZER).is_file() and not is_adapter:
+        is_stock = checkpoint.coordinate_ids[0] is None
+    if not is_stock:
         checkpoint.require_vocabulary()
-    except ContractError as error:
-        raise ContractError("--model", error.found, error.do) from error
-    return True
+    _ = checkpoint.family
+    weight_files(checkpoint.base, "--model")
+    check_parameters(model, "--model")
+    return not is_stock
 
 
 def as_data_file(option: str, source: Path, out: Path) -> Path:
@@ -278,11 +259,8 @@ def as_data_file(option: str, source: Path, out: Path) -> Path:
         show_account(conversion.account, f"{source} is {form}")
         write_records(conversion, out)
     except ContractError as error:
-        own = " ".join(f"{each.do.removesuffix('.')}." for each in error.errors)
-        convert_it = f"learner data convert {shlex.quote(str(source))} FILE.jsonl"
-        do = f"{own} `{convert_it}` takes options for it"
-        found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
-        raise ContractError(option, found, do) from error
+        do = f"`learner data convert {shlex.quote(str(source))} FILE.jsonl` has options for it"
+        raise ContractError(option, str(error).removesuffix("."), do) from error
     return out
 
 
@@ -308,31 +286,20 @@ def check_data(files: Sequence[Path], final: Sequence[Path], console: Console) -
 
 
 def measure(draft: Plan, samples: Sequence[Sample]) -> tuple[list[Sample], Plan]:
-    """Return the samples, longest first, and the plan with their token lengths.
-
-    Raises ContractError if the model's context has no room for the longest answer.
-    """
+    """Return the samples, longest first, and the plan with their token lengths."""
     lengths = lengths_of_run(draft.config())
     prompts = [lengths.prompt(sample) for sample in samples]
     targets = [lengths.target(sample) for sample in samples]
     prompt, target = max(prompts), max(targets)
-    context = text_config(draft.measured).get("max_position_embeddings", math.inf)
-    answer = min(_round_up(2 * target), context - prompt)
-    if answer < target:
-        raise ContractError(
-            "--data",
-            f"its longest prompt has {prompt} tokens and its longest answer {target}, and the "
-            f"model has a context of {context}",
-            "Make images smaller, or leave samples with most objects out",
-        )
     order = sorted(range(len(samples)), key=lambda place: -prompts[place] - targets[place])
+    answer = _round_up(2 * target)
     longest = _round_up(prompt + answer + target)
     plan = replace(draft, target=target, answer=answer, longest=longest)
     return [samples[place] for place in order], plan
 
 
 def _round_up(tokens: int) -> int:
-    return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
+    return math.ceil(tokens / 64) * 64
 
 
 def shapes(plan: Plan) -> Iterator[Plan]:
