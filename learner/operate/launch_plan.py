@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -43,9 +44,9 @@ _DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid", "token_file
 # Variables of torchrun, which may have started this process.
 _TORCHRUN_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 _ELSEWHERE = (
-    "Write it like http://127.0.0.1:8000, and stop what listens there (`ss -ltnp`). For servers "
-    "that run already, or elsewhere (`rollout-server serve`), start the learner alone with "
-    "deploy/train_stage2.sh or `learner train`"
+    "Write it like http://127.0.0.1:8000, give each port one use, and stop what listens there "
+    "(`ss -ltnp`). For servers that run already, or elsewhere (`rollout-server serve`), start the "
+    "learner alone with deploy/train_stage2.sh or `learner train`"
 )
 
 
@@ -119,22 +120,30 @@ def _id_list(ids: Sequence[int]) -> str:
 def addresses_here(servers: Sequence[ServerAddress]) -> list[tuple[str, str, int]]:
     """Return URL, IPv4 address and port of each server of the config, all on this machine.
 
+    Binds both ports of all servers at the same time, then releases them: this finds used ports and
+    ports that the config names twice.
+
     Raises:
-        ContractErrors: all addresses that cannot be bound, or that a launched server does not have.
+        ContractErrors: all addresses that cannot be bound, with reasons.
     """
     faults, addresses = CheckErrors(), list[tuple[str, str, int]]()
-    for index, server in enumerate(servers):
-        url, found = urlsplit(server.base_url), ""
-        host, port = str(url.hostname), url.port or 80
-        try:
-            with socket.create_server((host, port)) as listening:
-                addresses.append((server.base_url, listening.getsockname()[0], port))
-        except OSError as error:
-            found = f"{host}:{port} cannot be bound ({error})"
-        if url.scheme != "http" or url.path:
-            found = f"{server.base_url} is no plain http, or has a path"
-        if found:
-            faults.errors.append(ContractError(f"{_SERVERS}[{index}].base_url", found, _ELSEWHERE))
+    with ExitStack() as held:
+        for index, server in enumerate(servers):
+            where, url = f"{_SERVERS}[{index}]", urlsplit(server.base_url)
+            if url.scheme != "http" or url.path:
+                found = f"{server.base_url} is no plain http, or has a path"
+                faults.errors.append(ContractError(f"{where}.base_url", found, _ELSEWHERE))
+                continue
+            host, port = str(url.hostname), url.port or 80
+            for key, number in (("base_url", port), ("group_port", server.group_port)):
+                try:
+                    listening = held.enter_context(socket.create_server((host, number)))
+                except OSError as error:
+                    found = f"{host}:{number} cannot be bound ({error})"
+                    faults.errors.append(ContractError(f"{where}.{key}", found, _ELSEWHERE))
+                    break
+                host = listening.getsockname()[0]
+            addresses.append((server.base_url, host, port))
     faults.raise_all()
     return addresses
 

@@ -138,6 +138,21 @@ def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPa
     assert "For servers that run already" in error.do
 
 
+def test_port_has_one_use_on_all_addresses() -> None:
+    first, second, group = free_ports(3)
+    urls = [f"http://0.0.0.0:{first}", f"http://{LOOPBACK}:{second}"]
+    for servers, key in (
+        (at(urls[0], f"http://localhost:{first}"), "base_url"),
+        (at(*urls, ports=[group, group]), "group_port"),
+        (at(*urls, ports=[group, first]), "group_port"),
+    ):
+        with refused() as found:
+            addresses_here(servers)
+        assert [where for where, _ in found] == [f"{SERVERS}[1].{key}"]
+    own = [f"http://127.0.0.{last}:{first}" for last in (1, 2)]
+    assert len(addresses_here(at(*own, ports=[group, group]))) == 2
+
+
 @pytest.fixture
 def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return config_of(toy_checkpoint, toy_data, tmp_path)
@@ -179,24 +194,29 @@ def test_faults_of_every_kind_are_reported_together(
         toy_checkpoint, toy_data, tmp_path, data={"train_jsonl": str(tmp_path / "none.jsonl")}
     )
     own = {"port": 1, "gpus": [0], "tensor_parallel_size": 2, "token_file": "/run/token"}
-    taken = (LOOPBACK, config_port(config, 0))
-    with socket.create_server(taken), refused() as found:
+    taken = [config_port(config, 0), config_port(config, 1, "group_port")]
+    with (
+        socket.create_server((LOOPBACK, taken[0])),
+        socket.create_server((LOOPBACK, taken[1])),
+        refused() as found,
+    ):
         plan_launch(FILE, config, gpus("0", "0,1", train="2"), own)
     assert [where for where, _ in found] == [
         "--server-config",
         "--server-gpus",
         TWICE,
         f"{SERVERS}[0].base_url",
+        f"{SERVERS}[1].group_port",
         str(tmp_path / "none.jsonl"),
     ]
     assert "it has gpus, port, token_file" in found[0][1]
     assert not (tmp_path / "out").exists()
 
 
-def config_port(config: Config, index: int) -> int:
+def config_port(config: Config, index: int, key: str = "base_url") -> int:
     assert config.rollout_matching.vllm.server is not None
     address = config.rollout_matching.vllm.server.servers[index]
-    return int(address.base_url.rpartition(":")[2])
+    return int(str(getattr(address, key)).rpartition(":")[2])
 
 
 @pytest.mark.parametrize(
