@@ -139,8 +139,6 @@ def test_lines_that_are_none_are_refused(toy_data: ToyData, tmp_path: Path) -> N
     out = tmp_path / "out"
     start = ("look", toy_data.val_jsonl, "--out", out)
     assert refused(*start, "--lines", "5") == ("--lines", "there is no line '5'")
-    both = refused(*start, "--lines", "1", "--samples", 2)
-    assert both == ("--lines", "given beside --samples")
     assert refused(*start, toy_data.train_jsonl)[0] == "--out"
     assert not out.exists()
     (tmp_path / "kept").touch()
