@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from transformers import ProcessorMixin
 
 from learner.models.load import read_processor
+from learner.models.loading import loading
 from learner.models.prompts import encode_request
 from learner.operate.doctor.machine import (
     Machine,
@@ -77,11 +78,8 @@ def _check_rollout(run: StartUp) -> str:
 
 def _processor(run: StartUp) -> ProcessorMixin:
     folder = run.config.model.model
-    try:
+    with loading(str(folder), "it", "Give the folder of a checkpoint saved with its processor"):
         return read_processor(folder)
-    except (OSError, ValueError) as error:
-        do = "Give the folder of a checkpoint saved with its processor"
-        raise ContractError(str(folder), str(error), do) from error
 
 
 def check_token(servers: Iterable[str], token: str | None) -> str:
