@@ -10,8 +10,9 @@ from rich.console import Console
 from learner.commands.config import ConfigFile, ConfigOption, Json, NewFolder, only_config
 from learner.distributed.waiting import use_passive_wait
 from learner.runs.atomic_files import require_free
+from learner.runs.console import showing_waits
 from shared_contracts.cli import RUN_FAILED
-from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.errors import ContractErrors
 
 
 def init(
@@ -78,15 +79,11 @@ def doctor(
 
     parsed = load_config(only_config(file, config))
     use_passive_wait()
-    console = Console(stderr=True)
-    with console.status("Looking at files and libraries", spinner="line") as status:
-        from learner.data.show import print_tables
-        from learner.operate.doctor.run import as_json, examine, failed, summary, table
+    from learner.data.show import print_tables
+    from learner.operate.doctor.run import as_json, examine, failed, summary, table
 
-        findings = []
-        for finding in examine(parsed, push=push):
-            status.update(f"After {finding.check} {finding.about}")
-            findings.append(finding)
+    with showing_waits(Console(stderr=True)):
+        findings = list(examine(parsed, push=push))
     if json:
         typer.echo(as_json(findings))
     else:
@@ -119,13 +116,11 @@ def export(
 ) -> None:
     """Write a checkpoint as a plain model with merged adapters, and check the result.
 
-    The folder has a model card, README.md. The token for a push is that of HF_TOKEN, or of
+    A checkpoint of a run gets a model card, README.md. The token for a push is HF_TOKEN, or that of
     `hf auth login`.
     """
     from learner.runs.hub import require_hub_access
 
-    if public and push_to_hub is None:
-        raise ContractError("--public", "given without --push-to-hub", "Name the repository")
     use_passive_wait()
     from learner.operate.export import export as run  # torch: seconds
     from learner.operate.export import push_export, require_exportable

@@ -1,15 +1,13 @@
 """The model card of an exported checkpoint, written from the files of its run."""
 
-import platform
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from learner.config.yaml12 import dump_mapping, read_mapping
-from learner.runs.checkpoint import MANIFEST, CheckpointManifest, read_checkpoint
+from learner.runs.checkpoint import MANIFEST, SavedCheckpoint, read_checkpoint
 from learner.runs.resume import data_digest
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 
@@ -19,41 +17,34 @@ _PRIVATE = (("rollout_matching", "vllm", "server"), ("custom", "extra"))
 
 
 def write_model_card(checkpoint: Path, folder: Path) -> None:
-    """Write `README.md` into the folder of an exported model."""
+    """Write `README.md` into the folder of an exported model, if a run made the checkpoint."""
+    run = checkpoint.absolute().parent
+    if not all(file.is_file() for file in (run / RUN, run / RESOLVED, checkpoint / MANIFEST)):
+        return
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-text-to-text",
         tags=["object-detection", "rollmatch"],
     )
-    text = "\n".join(_sections(checkpoint))
+    text = "\n".join(_sections(RunFolder(run), read_checkpoint(checkpoint)))
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / _CARD)
 
 
-def _sections(checkpoint: Path) -> Iterator[str]:
-    run = checkpoint.absolute().parent
-    if not all((run / name).is_file() for name in (RUN, RESOLVED)):
-        yield f"# {checkpoint.name}\n"
-        yield "A vision-language detector. It was exported by Rollmatch from a folder that is in "
-        yield "no run, so that its data, config and scores are not known.\n"
-        names = ("rollmatch", "torch", "transformers")
-        yield from _versions({"versions": {name: version(name) for name in names}})
-        return
-    config, folder = read_mapping(run / RESOLVED), RunFolder(run)
+def _sections(run: RunFolder, checkpoint: SavedCheckpoint) -> Iterator[str]:
+    config = read_mapping(run.path / RESOLVED)
     name = config["training"]["run_name"]
     yield f"# {name}\n"
     yield (
         "A vision-language detector, trained with Rollmatch. This is the model of "
-        f"`{checkpoint.name}` of the run `{name}`.\n"
+        f"`{checkpoint.path.name}` of the run `{name}`.\n"
     )
-    has_manifest = (checkpoint / MANIFEST).is_file()
-    manifest = read_checkpoint(checkpoint).manifest if has_manifest else None
     yield from _use(config)
-    yield from _data(config, manifest)
-    yield from _scores(folder, manifest)
+    yield from _data(config, checkpoint.manifest.data_sha256)
+    yield from _scores(run, checkpoint.manifest.step)
     yield "## Config\n"
     yield "Paths have their last part alone. Addresses of servers are left out.\n"
     yield f"```yaml\n{dump_mapping(_public(config))}```\n"
-    yield from _versions(folder.facts())
+    yield from _versions(run.facts())
 
 
 def _use(config: Mapping[str, Any]) -> Iterator[str]:
@@ -68,12 +59,11 @@ def _use(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{part}:\n\n```text\n{template[part].rstrip()}\n```\n"
 
 
-def _data(config: Mapping[str, Any], manifest: CheckpointManifest | None) -> Iterator[str]:
-    """Yield a table of data files; the digest of the training data is that of the run."""
+def _data(config: Mapping[str, Any], trained_on: str) -> Iterator[str]:
+    """Yield a table of data files. trained_on: digest of the training data, as in the run."""
     yield "## Data\n"
     yield "| file | used for | SHA-256 |"
     yield "| --- | --- | --- |"
-    trained_on = manifest.data_sha256 if manifest is not None else None
     files = (("train_jsonl", "training", trained_on), ("val_jsonl", "evaluation", None))
     for key, use, digest in files:
         if (name := config["data"].get(key)) is not None:
@@ -83,12 +73,10 @@ def _data(config: Mapping[str, Any], manifest: CheckpointManifest | None) -> Ite
     yield ""
 
 
-def _scores(run: RunFolder, manifest: CheckpointManifest | None) -> Iterator[str]:
-    """Yield the scores of the run's last evaluation up to the checkpoint."""
+def _scores(run: RunFolder, step: int) -> Iterator[str]:
+    """Yield the scores of the run's last evaluation up to the checkpoint, which is of `step`."""
     yield "## Scores\n"
-    lines = [line for line in run.metrics() if "eval/f1" in line]
-    if manifest is not None:
-        lines = [line for line in lines if line["step"] <= manifest.step]
+    lines = [line for line in run.metrics() if "eval/f1" in line and line["step"] <= step]
     if not lines:
         yield "The run has not evaluated this model.\n"
         return
@@ -104,7 +92,7 @@ def _scores(run: RunFolder, manifest: CheckpointManifest | None) -> Iterator[str
 
 def _versions(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "## Versions\n"
-    versions = {"python": facts.get("python", platform.python_version()), **facts["versions"]}
+    versions = {"python": facts["python"], **facts["versions"]}
     yield from (f"- {name} {number}" for name, number in versions.items())
     if facts.get("commit"):
         yield f"- commit {facts['commit']} of Rollmatch"
