@@ -18,25 +18,19 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from typer import Option
 
-from rollout_server.settings.options import REMOVED, ServerSettings
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.strict_model import bare_type, is_model
 
 _METAVARS = {int: "<integer>", float: "<number>", str: "<text>", Path: "<path>", bool: ""}
 
 
 def option_parameters() -> list[Parameter]:
-    """Return the options of all settings but nested ones, as parameters of a typer command.
-
-    Removed options are hidden; `load_settings` refuses them.
-    """
+    """Return the options of all settings but nested ones, as parameters of a typer command."""
     options = {
         name: _annotation(name, field)
         for name, field in ServerSettings.model_fields.items()
         if not is_model(bare_type(field.annotation))
     }
-    for name, (kind, _) in REMOVED.items():
-        names = option_names(name, FieldInfo(annotation=kind))
-        options[name] = Annotated[kind | None, Option(names, hidden=True)]
     return [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in options.items()

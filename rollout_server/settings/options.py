@@ -30,14 +30,6 @@ from shared_contracts.weights import Transport
 # copy, and the copy of the model's processor.
 BYTES_PER_PIXEL = 20
 
-# Options of earlier versions, with their types and what takes their place.
-REMOVED: dict[str, tuple[type, str]] = {
-    "allow_media_urls": (bool, "Name the hosts with --allowed-media-host"),
-    "max_bodies_mib": (float, "Limit bodies in a proxy, as in deploy/nginx.conf"),
-    "max_connections": (int, "Limit connections in a proxy, as in deploy/nginx.conf"),
-    "model_runner": (str, "Leave it out: the repeat guard selects vLLM's runner V1"),
-}
-
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -185,12 +177,6 @@ def load_settings(
     """
     from_file = read_yaml(config, "--config") if config is not None else {}
     given = from_file | {name: value for name, value in options.items() if value is not None}
-    if removed := [
-        ContractError(name, "this option was removed", do)
-        for name, (_, do) in REMOVED.items()
-        if name in given
-    ]:
-        raise ContractErrors(removed)
     if run_config is not None:
         given = run_settings(run_config, given) | given
     environment = repeat_config_from_environment(environ)

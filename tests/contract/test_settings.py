@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from rollout_server.cli import app
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.options import REMOVED, ServerSettings, load_settings
+from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import bind, check_checkpoint, check_gpus, check_memory
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.contract.running_server import (
@@ -50,7 +50,7 @@ def parsed(*words: str) -> dict[str, Any]:
 @pytest.mark.req("SRV-01")
 def test_every_setting_is_an_option_of_its_type() -> None:
     # A YAML file, or the environment (REP-04), has the guard.
-    options = REMOVED.keys() | ServerSettings.model_fields.keys() - {"repeat_terminate"}
+    options = ServerSettings.model_fields.keys() - {"repeat_terminate"}
     assert parsed().keys() - {"config", "run_config", "help"} == options
     assert set(parsed().values()) == {None, ()}
     words = (
@@ -75,19 +75,6 @@ def test_every_bad_option_is_reported() -> None:
         ("port", "Write a whole number"),
         ("kv_cache_gib", "It should be greater than 0"),
         ("max_lora_rank", "Use 1, 8, 16, 32, 64, 128, 256, 320 or 512"),
-    }
-
-
-@pytest.mark.req("SRV-04", "WIRE-04")
-def test_a_removed_option_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
-    """On the command line and in a file."""
-    file = tmp_path / "server.yaml"
-    file.write_text("model: /m\nmax_bodies_mib: 9\n")
-    words = "--model /m --allow-media-urls --max-connections 9 --model-runner v2"
-    with pytest.raises(ContractErrors, match="was removed") as caught:
-        load_settings(file, parsed(*words.split()), environ={})
-    assert {error.where: error.do for error in caught.value.errors} == {
-        name: do for name, (_, do) in REMOVED.items()
     }
 
 
