@@ -5,17 +5,17 @@ CanonicalPaths -> AccessLog -> HostCheck -> BodyLimit -> route
                                   TokenCheck -> JsonBody -> handler -> answer
 """
 
+import asyncio
+import hashlib
 import os
 from collections.abc import Coroutine, Iterable
-from importlib import resources
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Lifespan
@@ -34,7 +34,7 @@ from rollout_server.http.guards import (
 from rollout_server.http.idempotency import IdempotentCalls
 from rollout_server.http.openai_mount import add_openai
 from rollout_server.http.problems import install_problem_handlers, problem_responses
-from rollout_server.runtime.concurrency import cancel_when, in_pieces
+from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
@@ -72,8 +72,6 @@ ADAPTER_BODY = {
     "required": True,
     "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}},
 }
-# Number of answers that are serialized before other tasks run.
-PIECE_REQUESTS = 64
 T = TypeVar("T")
 # Bodies of the routes.
 Infer = Annotated[InferCall, Depends(JsonBody(InferCall))]
@@ -81,9 +79,6 @@ Init = Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))]
 Start = Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
 Phase = Annotated[GroupCall, Depends(JsonBody(GroupCall))]
 Memory = Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]
-
-# Separator of answers; JSON strings contain no line break.
-SEPARATOR = b",\n"
 
 
 def create_app(
@@ -106,12 +101,11 @@ def create_app(
     install_problem_handlers(app)
     limit = ConcurrencyLimit(pool.settings.max_concurrent_calls)
     calls = APIRouter()
-    _add_reads(calls, pool)
+    _add_reads(calls, app, pool)
     _add_infer(calls, pool, limit)
     if pool.settings.openai:
         add_openai(calls, pool, limit)
     _add_pushes(calls, pool)
-    _add_pages(calls, app)
     _add_probes(app, pool)
     token = read_token(pool.settings, os.environ)
     if token is None:
@@ -152,7 +146,7 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
         return pool.live()
 
 
-def _add_reads(calls: APIRouter, pool: Pool) -> None:
+def _add_reads(calls: APIRouter, app: FastAPI, pool: Pool) -> None:
     @calls.get("/get_world_size/")
     async def get_world_size() -> WorldSize:
         """Return the number of engine workers of all replicas."""
@@ -167,6 +161,10 @@ def _add_reads(calls: APIRouter, pool: Pool) -> None:
     async def metrics() -> PlainTextResponse:
         """Return counters, seconds and gauges in Prometheus' text format."""
         return PlainTextResponse(pool.metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    @calls.get("/openapi.json/", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
 
 
 def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
@@ -196,14 +194,15 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
             with limit.count():
                 envelopes = await pool.infer(call, record)
             pool.telemetry.count_answers(record)
-            return await _json_lines(map(RolloutEnvelope.model_dump_json, envelopes))
+            answers = envelopes if envelope else [each.response for each in envelopes]
+            return await asyncio.to_thread(_json_list, answers)
 
-        answer = idempotent.answer(call.request_id, await request.body(), generate)
+        key = None
+        if call.request_id is not None:  # hashlib releases the GIL
+            digest = (await asyncio.to_thread(hashlib.sha256, await request.body())).digest()
+            key = call.request_id, digest, envelope
+        answer = idempotent.answer(key, generate)
         body, record.repeated = await cancel_when(_disconnect(request), answer, ClientDisconnect())
-        if not envelope:
-            lines = body[1:-1].split(SEPARATOR) if len(body) > len(b"[]") else []
-            envelopes = map(RolloutEnvelope.model_validate_json, lines)
-            body = await _json_lines(each.response.model_dump_json() for each in envelopes)
         return Response(body, media_type="application/json")
 
 
@@ -213,10 +212,9 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-async def _json_lines(answers: Iterable[str]) -> bytes:
-    """Return a JSON list with one answer per line; other tasks run between pieces."""
-    lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
-    return b"[" + SEPARATOR.join(lines) + b"]"
+def _json_list(answers: Iterable[BaseModel]) -> bytes:
+    """Return a JSON list. In a thread, other tasks run between two answers."""
+    return b"[" + b",\n".join(answer.model_dump_json().encode() for answer in answers) + b"]"
 
 
 def _add_pushes(calls: APIRouter, pool: Pool) -> None:
@@ -284,31 +282,3 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     async def wake_up(request: Request, body: Memory) -> WeightStatus:
         """Restore the memory, and answer calls again with the same weights."""
         return await attended(request, pool.weights.wake_up())
-
-
-def _add_pages(calls: APIRouter, app: FastAPI) -> None:
-    """Add the OpenAPI document, and an interactive page that needs no other host."""
-    assets = Path(str(resources.files("fastapi_offline"))) / "static"
-
-    @calls.get("/openapi.json/", include_in_schema=False)
-    async def openapi() -> JSONResponse:
-        return JSONResponse(app.openapi())
-
-    @calls.get("/docs/", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(
-            title=app.title,
-            openapi_url="/openapi.json",
-            swagger_js_url="/docs/swagger-ui-bundle.js",
-            swagger_css_url="/docs/swagger-ui.css",
-            swagger_favicon_url="/docs/favicon.png",
-        )
-
-    for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
-        _add_file(calls, f"/docs/{name}/", assets / name)
-
-
-def _add_file(calls: APIRouter, path: str, file: Path) -> None:
-    @calls.get(path, include_in_schema=False)
-    async def asset() -> FileResponse:
-        return FileResponse(file)

@@ -1,6 +1,6 @@
 """Guards in front of the routes (SRV-06): middlewares, FastAPI dependencies and limits of calls.
 
-    CanonicalPaths     one form of each path; 404 for a path with control characters
+    CanonicalPaths     one form of each path
     HostCheck          421 for a `Host` that is not a name of this server
     BodyLimit          413 for a large body, 408 for a slow one
     TokenCheck         401 without the token
@@ -34,8 +34,8 @@ CLOSE = {"Connection": "close"}
 class CanonicalPaths:
     """Middleware that changes `/infer` to the path of its route, `/infer/`.
 
-    It removes the last slash of a path that is not in `paths`. A path with control characters is
-    404, as Starlette would match a path with a line feed at its end.
+    It removes the last slash of a path that is not in `paths`; and line feeds at the end, which
+    Starlette ignores when it matches a path.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
@@ -46,12 +46,7 @@ class CanonicalPaths:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].rstrip("/")
-        if not path.isprintable():
-            where = f"{scope['method']} {scope['path']!a}"
-            problem = Problem.of("not-found", "there is no such path", where)
-            await problem_response(problem)(scope, receive, send)
-            return
+        path = scope["path"].rstrip("/\n")
         path = f"{path}/" if f"{path}/" in self._paths else path or "/"
         await self._app({**scope, "path": path}, receive, send)
 

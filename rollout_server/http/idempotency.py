@@ -1,23 +1,20 @@
-"""Calls with the same request id share one generation and its answer (DIST-05).
+"""Repeated calls share one generation and its answer (DIST-05).
 
-    first call --------> generation --------> cached answer
-    same id, running --------^                  |
-    same id, later <----------------------------+
+    first call ----> generation --------> kept answer
+    repeated call, running --^              |
+    repeated call, later <------------------+
 
 If the connection of a call is lost, its generation continues for `grace_s`, so that a repeated call
-can join it. A call without an id ends with its connection.
+can join it. A call without a key ends with its connection.
 
-A cached answer keeps its weights version, also after a push. Failures are not cached.
+A kept answer has its weights version, also after a push. Failures are not kept.
 """
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from rollout_server.runtime.refusals import refusal
 
 KEPT_ANSWERS = 256
 KEPT_BYTES = 256 * 2**20
@@ -26,23 +23,18 @@ GRACE_S = 15.0
 
 @dataclass
 class _Call:
-    """waiting: number of waiting connections. abort: timer that runs while there are none.
+    """waiting: number of waiting connections. abort: timer that runs while there are none."""
 
-    size: of a complete answer, in bytes; None while it runs.
-    """
-
-    body_digest: bytes
     answer: asyncio.Task[bytes]
     waiting: int = 0
     abort: asyncio.TimerHandle | None = None
-    size: int | None = None
 
 
 class IdempotentCalls:
-    """The calls with a request id: those that run, and a least-recently-used cache of answers.
+    """The running calls with a key, and the last answers.
 
-    kept_answers, kept_bytes: limits of the cache. grace_s: time that a generation continues without
-    a connection.
+    kept_answers, kept_bytes: limits of the answers. grace_s: time that a generation continues
+    without a connection.
     """
 
     def __init__(
@@ -54,35 +46,28 @@ class IdempotentCalls:
         self._kept_answers = kept_answers
         self._kept_bytes = kept_bytes
         self._grace_s = grace_s
-        self._calls: dict[str, _Call] = {}  # the least recently used first
+        self._running: dict[Hashable, _Call] = {}
+        self._answers: dict[Hashable, bytes] = {}  # the oldest first
 
     async def answer(
-        self,
-        request_id: str | None,
-        body: bytes,
-        generate: Callable[[], Coroutine[Any, Any, bytes]],
+        self, key: Hashable | None, generate: Callable[[], Coroutine[Any, Any, bytes]]
     ) -> tuple[bytes, bool]:
-        """Return the answer to the call `body`, and whether an earlier call generated it.
+        """Return the answer, and whether an earlier call with this key generated it.
 
-        Raises the errors of `generate`, and the `invalid-request` problem if an earlier call with
-        this id had another body.
+        Raises the errors of `generate`.
         """
-        if request_id is None:
+        if key is None:
             return await generate(), False
-        # hashlib releases the GIL.
-        digest = (await asyncio.to_thread(hashlib.sha256, body)).digest()
-        call = self._calls.pop(request_id, None)
+        if (kept := self._answers.get(key)) is not None:
+            return kept, True
+        call = self._running.get(key)
         repeats = call is not None
         if call is None:
-            call = _Call(digest, asyncio.create_task(generate()))
-            call.answer.add_done_callback(partial(self._keep_answer, request_id, call))
-        self._calls[request_id] = call
-        if call.body_digest != digest:
-            found = "an earlier call with this id had another body; each call needs its own id"
-            raise refusal("invalid-request", found, "request_id")
-        return await self._wait(request_id, call), repeats
+            call = self._running[key] = _Call(asyncio.create_task(generate()))
+            call.answer.add_done_callback(partial(self._keep_answer, key, call))
+        return await self._wait(key, call), repeats
 
-    async def _wait(self, request_id: str, call: _Call) -> bytes:
+    async def _wait(self, key: Hashable, call: _Call) -> bytes:
         call.waiting += 1
         if call.abort is not None:
             call.abort.cancel()
@@ -92,23 +77,23 @@ class IdempotentCalls:
             call.waiting -= 1
             if call.waiting == 0 and not call.answer.done():
                 loop = asyncio.get_running_loop()
-                call.abort = loop.call_later(self._grace_s, self._abort, request_id, call)
+                call.abort = loop.call_later(self._grace_s, self._abort, key, call)
 
-    def _abort(self, request_id: str, call: _Call) -> None:
-        del self._calls[request_id]  # a later call with this id generates again
+    def _abort(self, key: Hashable, call: _Call) -> None:
+        del self._running[key]  # a later call with this key generates again
         call.answer.cancel()
 
-    def _keep_answer(self, request_id: str, call: _Call, _: asyncio.Task[bytes]) -> None:
+    def _keep_answer(self, key: Hashable, call: _Call, answer: asyncio.Task[bytes]) -> None:
         if call.abort is not None:
             call.abort.cancel()
-        if self._calls.get(request_id) is not call:  # aborted
+        if self._running.get(key) is not call:  # aborted
             return
-        if call.answer.cancelled() or call.answer.exception() is not None:
-            del self._calls[request_id]
+        del self._running[key]
+        if answer.cancelled() or answer.exception() is not None:
             return
-        call.size = len(call.answer.result())
-        sizes = {key: each.size for key, each in self._calls.items() if each.size is not None}
-        for oldest in list(sizes):
-            if len(sizes) <= self._kept_answers and sum(sizes.values()) <= self._kept_bytes:
-                return
-            del self._calls[oldest], sizes[oldest]
+        self._answers[key] = answer.result()
+        while (
+            len(self._answers) > self._kept_answers
+            or sum(map(len, self._answers.values())) > self._kept_bytes
+        ):
+            del self._answers[next(iter(self._answers))]

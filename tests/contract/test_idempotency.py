@@ -1,14 +1,12 @@
 """Calls with a request id: one generation for the call and its repetitions."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rollout_server.http.idempotency import IdempotentCalls
-from shared_contracts.errors import ProblemError
 from tests.contract.update_bench import asynchronous
 
 
@@ -35,13 +33,6 @@ class Generator:
         return b"%d" % number * self.size
 
 
-def call(request_id: str | None, text: str = "x", **fields: Any) -> tuple[str | None, bytes]:
-    """A call's id and its body."""
-    requests = [{"messages": [{"role": "user", "content": text}]}]
-    body = {"infer_requests": requests, "request_id": request_id, **fields}
-    return request_id, json.dumps(body).encode()
-
-
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0)
@@ -58,12 +49,9 @@ async def end(call: asyncio.Task[Any]) -> None:
 async def test_retry_joins_the_running_first_call() -> None:
     generate = Generator()
     calls = IdempotentCalls()
-    first = asyncio.create_task(calls.answer(*call("a"), generate))
+    first = asyncio.create_task(calls.answer("a", generate))
     await until(lambda: generate.begun == 1)
-    retry = asyncio.create_task(calls.answer(*call("a"), generate))
-    with pytest.raises(ProblemError) as error:
-        await calls.answer(*call("a", "y"), generate)
-    assert (error.value.problem.status, error.value.problem.where) == (422, "request_id")
+    retry = asyncio.create_task(calls.answer("a", generate))
     generate.free.set()
     assert (await first, await retry) == ((b"1", False), (b"1", True))
     assert generate.begun == 1
@@ -75,13 +63,13 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     generate = Generator()
     calls = IdempotentCalls()
     generate.error = ValueError("broken")
-    waiting = [asyncio.create_task(calls.answer(*call("a"), generate)) for _ in range(2)]
-    await until(lambda: "a" in calls._calls and calls._calls["a"].waiting == 2)
+    waiting = [asyncio.create_task(calls.answer("a", generate)) for _ in range(2)]
+    await until(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
     generate.free.set()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, ValueError)
     generate.error = None
-    assert await calls.answer(*call("a"), generate) == (b"2", False)
+    assert await calls.answer("a", generate) == (b"2", False)
 
 
 @pytest.mark.req("DIST-05", "SRV-07")
@@ -89,33 +77,33 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
 async def test_generation_ends_after_the_grace_without_a_connection() -> None:
     generate = Generator()
     calls = IdempotentCalls(grace_s=0.0)
-    first = asyncio.create_task(calls.answer(*call("a"), generate))
-    second = asyncio.create_task(calls.answer(*call("a"), generate))
-    await until(lambda: "a" in calls._calls and calls._calls["a"].waiting == 2)
+    first = asyncio.create_task(calls.answer("a", generate))
+    second = asyncio.create_task(calls.answer("a", generate))
+    await until(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
     await end(first)
     assert generate.cancelled == 0
     await end(second)
     await until(lambda: generate.cancelled == 1)
     generate.free.set()
-    assert await calls.answer(*call("a"), generate) == (b"2", False)
+    assert await calls.answer("a", generate) == (b"2", False)
 
 
 @pytest.mark.req("DIST-05")
 @asynchronous
-async def test_kept_answers_are_bounded_and_the_least_used_goes_first() -> None:
+async def test_kept_answers_are_bounded_and_the_oldest_goes_first() -> None:
     generate = Generator()
     generate.free.set()
     calls = IdempotentCalls(kept_answers=2, kept_bytes=10)
-    await calls.answer(*call("a"), generate)
-    await calls.answer(*call("b"), generate)
-    assert await calls.answer(*call("a"), generate) == (b"1", True)
-    await calls.answer(*call("c"), generate)
-    assert await calls.answer(*call("a"), generate) == (b"1", True)
-    assert await calls.answer(*call("b"), generate) == (b"4", False)
+    await calls.answer("a", generate)
+    await calls.answer("b", generate)
+    assert await calls.answer("a", generate) == (b"1", True)
+    await calls.answer("c", generate)
+    assert await calls.answer("b", generate) == (b"2", True)
+    assert await calls.answer("a", generate) == (b"4", False)
     generate.size = 10
-    await calls.answer(*call("large"), generate)
-    assert await calls.answer(*call("large"), generate) == (b"5" * 10, True)
-    assert await calls.answer(*call("b"), generate) == (b"6" * 10, False)
+    await calls.answer("large", generate)
+    assert await calls.answer("large", generate) == (b"5" * 10, True)
+    assert await calls.answer("b", generate) == (b"6" * 10, False)
     generate.size = 11
-    await calls.answer(*call("huge"), generate)
-    assert (await calls.answer(*call("huge"), generate))[1] is False
+    await calls.answer("huge", generate)
+    assert (await calls.answer("huge", generate))[1] is False
