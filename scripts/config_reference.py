@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from learner.config.schema import Config
-from shared_contracts.strict_model import bare_type, is_model, models_below, shown, tag_of
+from shared_contracts.strict_model import bare_type, is_model, models_of_union, shown, tag_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 
@@ -91,7 +91,10 @@ def _table(rows: list[Row]) -> str:
 
 def _rows(path: str, field: FieldInfo) -> Iterator[Row]:
     """One row per key at or below a field."""
-    index, members = models_below(field.annotation)
+    index, inner = "", bare_type(field.annotation)
+    if get_origin(inner) in (list, tuple):
+        index, inner = "[]", bare_type(get_args(inner)[0])
+    members = (inner,) if is_model(inner) else models_of_union(inner)
     if len(members) > 1:
         yield from _union_rows(path + index, members)
     elif members:

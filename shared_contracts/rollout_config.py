@@ -45,16 +45,13 @@ RepeatTerminate = Annotated[RepeatTerminateConfig, AfterValidator(_can_fire)]
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
     try:
-        _ = parts.port  # raises ValueError
-    except ValueError as error:
-        raise Refusal(f"'{url}': {error}", "Write it like http://127.0.0.1:8000") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
-    if ":" in parts.hostname:
-        do = "Give the server's IPv4 address, or a name that has one"
-        raise Refusal(f"'{url}' is an IPv6 address, and weights are pushed over IPv4", do)
-    if parts.query or parts.fragment:
-        raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
+        host = parts.hostname if parts.port != 0 else None  # a wrong port raises ValueError
+    except ValueError:
+        host = None
+    # Weights are pushed over IPv4.
+    if parts.scheme not in _PORTS or not host or ":" in host or parts.query or parts.fragment:
+        do = "Write it like http://127.0.0.1:8000, with an IPv4 address or a name that has one"
+        raise Refusal(f"'{url}' is not the http address of a server", do)
     return url.rstrip("/")
 
 

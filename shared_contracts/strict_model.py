@@ -19,8 +19,6 @@ from pydantic.fields import FieldInfo
 
 from shared_contracts.errors import ContractError
 
-# Advice names the sections that have an unknown key, if they are at most this many.
-_FEW = 2
 _NO_KEYS = "Remove it: there are no keys here"
 # Remedy by pydantic's error type.
 _WRITE = {
@@ -98,36 +96,18 @@ def contract_errors(
     """Translate the faults that pydantic found in data for `model`, in its order.
 
     Paths start with `at` and have list indices (`servers[0].unknown_flag`). The advice on an
-    unknown key names its section or the nearest known key. Faults with equal paths are merged.
+    unknown key names the nearest known key. Faults with equal paths are merged.
     """
-    homes = _homes(model, at)
     errors: dict[str, ContractError] = {}
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # only follows from another fault
             continue
-        converted = _convert(_locate(model, item["loc"], at), item, homes)
+        converted = _convert(_locate(model, item["loc"], at), item)
         first = errors.setdefault(converted.where, converted)
         if converted.do not in first.do:
             do = f"{first.do}, or {converted.do[:1].lower()}{converted.do[1:]}"
             errors[converted.where] = ContractError(first.where, first.found, do)
     return list(errors.values())
-
-
-# Key -> its paths in a model and the models below, with `[]` for a list index.
-_Homes = dict[str, list[str]]
-
-
-def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Homes:
-    homes = {} if homes is None else homes
-    for name, field in model.model_fields.items():
-        path, (index, members) = joined(at, name), models_below(field.annotation)
-        if members and not any(member.model_fields for member in members):
-            continue  # a section without keys
-        if path not in homes.setdefault(name, []):
-            homes[name].append(path)
-        for member in members:
-            _homes(member, path + index, homes)
-    return homes
 
 
 @dataclass
@@ -191,14 +171,6 @@ def models_of_union(annotation: Any) -> tuple[type[BaseModel], ...]:
     return members if all(is_model(member) for member in members) else ()
 
 
-def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
-    """Return `[]` for a list type, else an empty text; and the models of the type or its items."""
-    index, inner = "", bare_type(annotation)
-    if get_origin(inner) in (list, tuple) and get_args(inner):
-        index, inner = "[]", bare_type(get_args(inner)[0])
-    return index, (inner,) if is_model(inner) else models_of_union(inner)
-
-
 class Tag(NamedTuple):
     """The key that identifies a member of a union, and its value."""
 
@@ -216,11 +188,11 @@ def tag_of(member: type[BaseModel]) -> Tag:
     )
 
 
-def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
+def _convert(spot: _Spot, item: Any) -> ContractError:
     context = item.get("ctx", {})
     match item["type"]:
         case "extra_forbidden":
-            return _unknown_key(spot, str(item["loc"][-1]), homes)
+            return _unknown_key(spot, str(item["loc"][-1]))
         case "missing":
             do = f"Set it: {spot.description}" if spot.description else "Set it"
             return ContractError(spot.path, "this key is required and missing", do)
@@ -257,24 +229,17 @@ def _refused(item: Any) -> str:
     return f"{shown(item['input'])} is not accepted"
 
 
-def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
+def _unknown_key(spot: _Spot, key: str) -> ContractError:
     assert spot.owner is not None
     for member in spot.union:
         if key in member.model_fields:
             found = f"this key belongs to '{tag_of(member).value}' only"
             return ContractError(spot.path, found, f"Remove it from '{tag_of(spot.owner).value}'")
-    return ContractError(spot.path, "unknown key", _advice(key, [*spot.owner.model_fields], homes))
-
-
-def _advice(key: str, known: list[str], homes: _Homes) -> str:
-    """Return the remedy for an unknown key. known: the keys of its section."""
-    if not known:
-        return _NO_KEYS
-    if 0 < len(places := homes.get(key, [])) <= _FEW:
-        return f"Move it to {' or '.join(places)}"
+    known = [*spot.owner.model_fields]
+    do = f"Remove it, or use one of the keys here: {', '.join(known)}" if known else _NO_KEYS
     if near := difflib.get_close_matches(key, known, n=1):
-        return f"The nearest known key is '{near[0]}'; correct or remove it"
-    return f"Remove it, or use one of the keys here: {', '.join(known)}"
+        do = f"The nearest known key is '{near[0]}'; correct or remove it"
+    return ContractError(spot.path, "unknown key", do)
 
 
 def shown(value: Any) -> str:

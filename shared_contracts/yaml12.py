@@ -13,7 +13,6 @@ from shared_contracts.errors import ContractError
 # From the root of a document to a value in it: keys and list indices.
 Steps = tuple[str | int, ...]
 
-_MOST_LEVELS = 100  # below the recursion limits of pydantic and the dumper
 _TEXT = "tag:yaml.org,2002:str"
 _TEXT_IN_1_2 = tuple(f"tag:yaml.org,2002:{name}" for name in ("timestamp", "merge", "value"))
 
@@ -52,11 +51,8 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
         where = f"{path}:{mark.line + 1}:{mark.column + 1}"
         found = error.problem.partition(" with value")[0]  # the two values of a duplicate key
         raise ContractError(where, found, "Correct this line") from error
-    except (yaml.error.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.error.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
-    except RecursionError:
-        do = f"Write it with at most {_MOST_LEVELS} levels"
-        raise ContractError(str(path), "is nested too deep", do) from None
     if not isinstance(value, dict):
         do = "Start it with sections such as `model:`"
         raise ContractError(str(path), "does not hold a mapping", do)
@@ -65,8 +61,6 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
 
 def _lines(path: Path, node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
     """Yield the line of each key and item below a node; changes tags to those of YAML 1.2."""
-    if len(at) > _MOST_LEVELS:
-        raise RecursionError
     if node.tag in _TEXT_IN_1_2:
         node.tag = _TEXT
     entries: Any = ()
