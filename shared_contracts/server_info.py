@@ -24,14 +24,6 @@ ReplicaState = Literal["serving", "starting", "needs-push", "asleep", "dead"]
 Workers = Annotated[int, Field(ge=1, le=2**20)]
 
 
-def process_of(server_epoch: str) -> str:
-    """Return the part of an epoch that identifies the server's process.
-
-    An epoch is this part, a dash, and the number of replicas that the process has lost.
-    """
-    return server_epoch.rpartition("-")[0]
-
-
 class ReplicaStatus(Wire):
     """The state of one replica.
 
@@ -114,31 +106,18 @@ class Info(Wire):
     versions: dict[str, str]
 
 
-def given_token(
-    environment: Mapping[str, str], option: Path | None = None, *, refuse_empty: bool = False
-) -> str | None:
-    """Return the token of calls, from `option` (`token_file`) or either variable; None without one.
+def given_token(environment: Mapping[str, str], option: Path | None = None) -> str | None:
+    """Return the token of calls: from the file `option` (`token_file`), from that of
+    TOKEN_FILE_VARIABLE, or from TOKEN_VARIABLE; None without one. An empty variable is not set.
 
-    refuse_empty: an empty TOKEN_VARIABLE is an error; else it counts as not set.
-
-    Raises ContractError for a token that a header cannot contain, an unreadable file, and two
-    different tokens.
+    Raises ContractError for a token that a header cannot contain, and an unreadable file.
     """
-    files = {} if option is None else {"token_file": option}
+    if option is not None:
+        return _read(option, "token_file")
     if path := environment.get(TOKEN_FILE_VARIABLE):
-        files[TOKEN_FILE_VARIABLE] = Path(path)
-    tokens = {where: _read(file, where) for where, file in files.items()}
-    value = environment.get(TOKEN_VARIABLE)
-    if value is not None and (refuse_empty or value.strip()):
-        tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
-    if not tokens:
-        return None
-    (where, token), *others = tokens.items()
-    for other, value in others:
-        if value != token:
-            found = f"it holds another token than {other}"
-            raise ContractError(where, found, "Give one of the two")
-    return token
+        return _read(Path(path), TOKEN_FILE_VARIABLE)
+    value = environment.get(TOKEN_VARIABLE, "").strip()
+    return _checked(value, TOKEN_VARIABLE) if value else None
 
 
 def _read(path: Path, where: str) -> str:

@@ -164,8 +164,7 @@ def _wait_until_ready(servers: Sequence[ServerProcess], signals: StopSignals, te
                     raise _not_ready(server, f"it ended with code {code}", code)
             passed, server = time.monotonic() - began, waiting[0]
             try:
-                with RolloutClient(server.base_url, _CALL_S) as client:
-                    client.check_pushable()
+                RolloutClient(server.base_url, _CALL_S).check_pushable()
             except SERVER_ERRORS as error:
                 reason = str(error)
                 if passed > START_S:

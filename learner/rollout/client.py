@@ -19,7 +19,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -39,7 +39,6 @@ from shared_contracts.server_info import (
     Live,
     WorldSize,
     given_token,
-    process_of,
 )
 from shared_contracts.weights import (
     CommunicatorReady,
@@ -145,17 +144,6 @@ class RolloutClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._probe_s, self._phase_s = min(timeout_s, _PROBE_TIMEOUT_S), timeout_s + PHASE_MARGIN_S
         self._clock = clock
-        self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Refuse all later probes and phases of a push."""
-        self._closed = True
 
     # --- probes
 
@@ -203,13 +191,11 @@ class RolloutClient:
     def infer(
         self,
         call: InferCall,
-        server_epoch: str | None = None,
         given_up: threading.Event | None = None,
     ) -> list[RolloutEnvelope]:
         """Generate; return one envelope per request, in order.
 
-        A slow server is waited for. A server is gone if `/live/` fails several times in a row, or
-        if it reports another process than `server_epoch` (None: than the first check).
+        A slow server is waited for. A server is gone if `/live/` fails several times in a row.
 
         given_up: set when the answer is no longer needed; read at each check.
 
@@ -225,7 +211,7 @@ class RolloutClient:
             async with self._connections() as http:
                 exchange = self._exchange(http, "POST", "/infer/", body, limit_s, parse)
                 answer = asyncio.ensure_future(exchange)
-                watch = asyncio.ensure_future(self._watch(http, server_epoch, given_up))
+                watch = asyncio.ensure_future(self._watch(http, given_up))
                 try:
                     await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
                     return answer.result() if answer.done() else watch.result()
@@ -236,27 +222,21 @@ class RolloutClient:
 
         return asyncio.run(infer())
 
-    async def _watch(
-        self, http: httpx.AsyncClient, server_epoch: str | None, given_up: threading.Event | None
-    ) -> NoReturn:
+    async def _watch(self, http: httpx.AsyncClient, given_up: threading.Event | None) -> NoReturn:
         """Check `/live/` until the server is gone, or the call is given up."""
-        process = None if server_epoch is None else process_of(server_epoch)
         where, failures, parse = f"POST {self.base_url}/infer/", 0, Live.model_validate_json
         while True:
             await asyncio.sleep(self._live_interval_s)
             if given_up is not None and given_up.is_set():
                 raise ServerUnreachable(f"{where}: the call was given up")
             try:
-                live = await self._exchange(http, "GET", "/live/", None, _LIVE_TIMEOUT_S, parse)
+                await self._exchange(http, "GET", "/live/", None, _LIVE_TIMEOUT_S, parse)
+                failures = 0
             except (ContractError, *SERVER_ERRORS) as error:
                 failures += 1
                 if failures == _LIVE_FAILURES:
                     found = f"the server is gone: /live/ failed {failures} times in a row"
                     raise ServerUnreachable(f"{where}: {found} ({error})") from error
-                continue
-            failures, process = 0, process or process_of(live.server_epoch)
-            if process_of(live.server_epoch) != process:
-                raise ServerUnreachable(f"{where}: the server was restarted meanwhile")
 
     # --- weights
 
@@ -305,9 +285,6 @@ class RolloutClient:
         kind: type[Body],
         limit_s: float,
     ) -> Body:
-        if self._closed:
-            raise RuntimeError("the client is closed")
-
         async def call() -> Body:
             async with self._connections() as http:
                 parse = kind.model_validate_json

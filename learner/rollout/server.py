@@ -107,7 +107,6 @@ class Server:
     def close(self) -> None:
         if self._pusher is not None:
             self._pusher.close()
-        self._client.close()
 
     # --- answers
 
@@ -136,7 +135,7 @@ class Server:
                     if given_up.is_set():
                         raise ServerLost("the call was given up")
                     epoch = self.epoch
-                    envelopes = self._try(call, part, epoch, given_up)
+                    envelopes = self._try(call, part, given_up)
         except SERVER_ERRORS as error:
             if may_pass(error) or needs_push(error) or self._was_restarted(error, epoch):
                 reason = f"{error}{_PROXY if may_be_of_a_proxy(error) else ''}"
@@ -151,7 +150,7 @@ class Server:
         return envelopes
 
     def _try(
-        self, call: InferCall, part: RequestPart, epoch: str | None, given_up: threading.Event
+        self, call: InferCall, part: RequestPart, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
         """Make one attempt and log it."""
         config, first, count = call.request_config, part.requests.start, len(part.requests)
@@ -159,7 +158,7 @@ class Server:
         part.tried += 1
         logged = partial(Call, self.url, first, count, seed, part.tried)
         try:
-            envelopes = self._client.infer(call, epoch, given_up)
+            envelopes = self._client.infer(call, given_up)
         except SERVER_ERRORS as error:
             self._journal.call(logged(str(error)))
             raise
@@ -181,7 +180,7 @@ class Server:
     def ask(self, call: InferCall) -> list[RolloutEnvelope]:
         """Return the answers to the call of a proof, or nothing if the server is lost by it."""
         try:
-            return self._client.infer(call, self.epoch)
+            return self._client.infer(call)
         except SERVER_ERRORS as error:
             self.lose(str(error))
             return []

@@ -77,8 +77,7 @@ def _servers_of(config: Config) -> ServerConfig:
 def _check_reachable(run: StartUp) -> str:
     clients, infos, of_run = list[RolloutClient](), dict[str, Info](), _servers_of(run.config)
     for entry in of_run.servers:
-        with RolloutClient(entry.base_url, run.patience_s or of_run.timeout_s) as waiting:
-            waiting.wait_until_pushable()
+        RolloutClient(entry.base_url, run.patience_s or of_run.timeout_s).wait_until_pushable()
         client = RolloutClient(entry.base_url, of_run.timeout_s, of_run.infer_timeout_s)
         clients.append(client)
         infos[client.base_url] = client.info()

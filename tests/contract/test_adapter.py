@@ -112,10 +112,8 @@ def lora_server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Its tests run in order."""
     folder = tmp_path_factory.mktemp("adapters")
     options = ("--enable-lora", "--max-lora-rank", str(ROOM), "--max-num-seqs", "4")
-    with (
-        running_server(tied, folder / "server", *options) as server,
-        RolloutClient(server.process.base_url, timeout_s=60) as client,
-    ):
+    with running_server(tied, folder / "server", *options) as server:
+        client = RolloutClient(server.process.base_url, timeout_s=60)
         scenes = [draw_scene(server.media / f"{number}.png", number) for number in (1, 6)]
         yield Adapting(server, client, folder, scenes)
 

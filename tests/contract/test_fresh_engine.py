@@ -144,10 +144,8 @@ def pushed(
     options = ("--weight-transport", case.transport, *case.options)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")  # for two workers on one machine
-        with (
-            running_server(folder / "served", folder / "server", *options) as server,
-            RolloutClient(server.process.base_url, timeout_s=60.0) as client,
-        ):
+        with running_server(folder / "served", folder / "server", *options) as server:
+            client = RolloutClient(server.process.base_url, timeout_s=60.0)
             loaded = answers(server)
             serve(server, old / WEIGHTS)
             before = answers(server)

@@ -56,10 +56,10 @@ def learner(server: RunningServer, port: int, weights: Path, phase: str) -> Iter
 def push_again(server: RunningServer, port: int, weights: Path) -> None:
     """As the next learner: a group over the same port, and a full push."""
     mode = SyncMode(StoppingWeights(read_weights(weights), Stop("")), None, False)
-    with RolloutClient(server.process.base_url, LONG_S) as client:
-        pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
-        pusher.push(client.info().weights_version + 1)
-        pusher.close()
+    client = RolloutClient(server.process.base_url, LONG_S)
+    pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
+    pusher.push(client.info().weights_version + 1)
+    pusher.close()
 
 
 def weights_state(server: RunningServer) -> str:

@@ -133,8 +133,8 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert (health.status_code, health.json()["where"]) == (503, lost)
     assert "needs-push" in health.json()["detail"]
     assert health.json()["type"] == "urn:rollmatch:push-needed"
-    with RolloutClient(replicas.process.base_url, timeout_s=60, token=TOKEN) as client:
-        client.wait_until_pushable()
+    client = RolloutClient(replicas.process.base_url, timeout_s=60, token=TOKEN)
+    client.wait_until_pushable()
     _others_answer(replicas, before["weights_version"])
     _push_both(replicas, untied)
     assert replicas.http.get("/health/").status_code == 200

@@ -170,9 +170,8 @@ def learner(other_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Loade
 
 
 @pytest.fixture
-def client(pushing: Pushing) -> Iterator[RolloutClient]:
-    with RolloutClient(pushing.server.process.base_url, timeout_s=60.0) as client:
-        yield client
+def client(pushing: Pushing) -> RolloutClient:
+    return RolloutClient(pushing.server.process.base_url, timeout_s=60.0)
 
 
 def pusher(client: RolloutClient, source: MergedWeights) -> closing[WeightPusher]:
@@ -343,10 +342,8 @@ def test_the_proof_of_effect_sees_caches_of_the_old_weights(
     (tmp_path / "sitecustomize.py").write_text(STALE_ENGINE)  # Python imports it when it starts
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     learner = load_small(other_tied, toy_data, tmp_path / "run")
-    with (
-        running_server(tied, tmp_path / "server") as server,
-        RolloutClient(server.process.base_url, timeout_s=60.0) as client,
-    ):
+    with running_server(tied, tmp_path / "server") as server:
+        client = RolloutClient(server.process.base_url, timeout_s=60.0)
         client.infer(probe_call())  # caches the prompts
         source = SyncMode(MergedWeights(learner.model), None, fallback_to_full=False)
         pusher = WeightPusher(client, free_ports(1)[0], source, "gloo", 2**18)

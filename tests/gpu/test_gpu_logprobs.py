@@ -21,9 +21,7 @@ def test_learner_and_engine_give_answers_the_same_log_probabilities(
     learner = load_small(toy_checkpoint, toy_data, tmp_path / "run", model=in_16_bits)
     learner.model.to("cuda:0")
     options = ("--dtype", "bfloat16")
-    with (
-        running_server(toy_checkpoint, tmp_path / "server", *options, device=SHARED_0) as server,
-        RolloutClient(server.process.base_url) as client,
-    ):
+    with running_server(toy_checkpoint, tmp_path / "server", *options, device=SHARED_0) as server:
+        client = RolloutClient(server.process.base_url)
         answers = client.infer(probe_call(0))
         ProofOfEffect(learner, "full").check(server.process.base_url, answers, "bfloat16")

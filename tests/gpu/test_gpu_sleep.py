@@ -29,10 +29,8 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
     weights = weights_on(0, other_tied)
     total = torch.cuda.mem_get_info(0)[1]
     options = (*SLEEPS, *over("ipc"))
-    with (
-        running_server(tied, tmp_path / "slept", device=options) as server,
-        RolloutClient(server.process.base_url) as client,
-    ):
+    with running_server(tied, tmp_path / "slept", device=options) as server:
+        client = RolloutClient(server.process.base_url)
         before, awake = answers(server), free_bytes()
         client.sleep()
         asleep = free_bytes()
@@ -56,10 +54,8 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
 @pytest.mark.req("ROLL-03", "SYNC-01")
 def test_a_base_and_its_adapter_are_there_after_a_sleep(tied: Path, tmp_path: Path) -> None:
     adapting = adapter_of(adapted(tied, seed=1).to("cuda:0"))
-    with (
-        running_server(tied, tmp_path, *LORA, device=(*SLEEPS, *over("ipc"))) as server,
-        RolloutClient(server.process.base_url) as client,
-    ):
+    with running_server(tied, tmp_path, *LORA, device=(*SLEEPS, *over("ipc"))) as server:
+        client = RolloutClient(server.process.base_url)
         push(server, "ipc", adapting)
         before = answers(server)
         client.sleep()

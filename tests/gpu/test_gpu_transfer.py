@@ -48,10 +48,10 @@ def weights_on(gpu: int, checkpoint: Path) -> SyncMode:
 
 
 def push(server: RunningServer, transport: Transport, mode: SyncMode) -> None:
-    with RolloutClient(server.process.base_url, START_TIMEOUT_S) as client:
-        pusher = WeightPusher(client, free_ports(1)[0], mode, transport, BUCKET_BYTES)
-        pusher.push(client.info().weights_version + 1)
-        pusher.close()
+    client = RolloutClient(server.process.base_url, START_TIMEOUT_S)
+    pusher = WeightPusher(client, free_ports(1)[0], mode, transport, BUCKET_BYTES)
+    pusher.push(client.info().weights_version + 1)
+    pusher.close()
 
 
 def answers(server: RunningServer) -> list[list[int]]:

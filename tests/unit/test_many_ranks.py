@@ -275,7 +275,8 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
         left.set()
         raise ConnectionAbortedError("the group was given up")
 
-    with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
+    with scripted_server() as server:
+        client = RolloutClient(server.base_url, _LIMIT_S)
         server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
         refusal = problem("group-port-taken", "the port is taken", "port")
         server.routes["POST /init_communicator/"] = lambda _: refusal

@@ -59,12 +59,12 @@ def pusher_to(
     bucket_bytes: int = 256,
     **options: Any,
 ) -> Iterator[WeightPusher]:
-    with RolloutClient(server.base_url, timeout_s=60.0) as client:
-        mode = mode or SyncMode(MergedWeights(model or Weights()), None, False)
-        (port,) = free_ports(1)
-        pusher = WeightPusher(client, port, mode, transport, bucket_bytes, **options)
-        yield pusher
-        pusher.close()
+    client = RolloutClient(server.base_url, timeout_s=60.0)
+    mode = mode or SyncMode(MergedWeights(model or Weights()), None, False)
+    (port,) = free_ports(1)
+    pusher = WeightPusher(client, port, mode, transport, bucket_bytes, **options)
+    yield pusher
+    pusher.close()
 
 
 def sent_by(model: nn.Module) -> dict[str, Tensor]:
