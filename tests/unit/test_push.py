@@ -1,7 +1,6 @@
 """A push to one server over a real group: what it sends, how it breaks, how it ends."""
 
 import gc
-import logging
 import os
 import subprocess
 import sys
@@ -83,7 +82,7 @@ def assert_arrived(worker: Worker, sent: Mapping[str, Tensor]) -> None:
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
 @pytest.mark.parametrize("bucket_bytes", [1, 256, 2**20])
 def test_every_tensor_arrives_bit_for_bit_in_buckets_of_any_size(
-    server: ScriptedServer, transport: Any, bucket_bytes: int, caplog: pytest.LogCaptureFixture
+    server: ScriptedServer, transport: Any, bucket_bytes: int
 ) -> None:
     """The worker compares every digest. The second push sends the newest values, in its group."""
     worker, model = Worker(server), Weights()
@@ -91,8 +90,7 @@ def test_every_tensor_arrives_bit_for_bit_in_buckets_of_any_size(
         pusher.push(version=1)
         with torch.no_grad():
             model.wide.add_(1.0)
-        with caplog.at_level(logging.INFO, "learner.rollout.sync.push"):
-            report = pusher.push(version=2)
+        report = pusher.push(version=2)
     assert_arrived(worker, sent_by(model))
     assert [route for route, _ in server.calls] == [*ROUTES.values(), START, UPDATE, FINISH, CLOSE]
     assert len({body["attempt"] for _, body in server.calls if body is not None}) == 1
@@ -105,9 +103,6 @@ def test_every_tensor_arrives_bit_for_bit_in_buckets_of_any_size(
     assert report.status.weights_version == 2
     assert report.bytes == sum(t.nbytes for t in sent_by(model).values())
     assert report.seconds.keys() == {"pause", "transfer", "finish", "total"}
-    (line,) = [record.getMessage() for record in caplog.records]
-    for part in ("weights 2", server.base_url, "GB/s", "pause 0.100 s", "finish 0.300 s", "total"):
-        assert part in line
 
 
 def adapted() -> PeftModel:

@@ -18,7 +18,6 @@ with side, address and phase; the next push forms the group anew.
 process sends to the workers on its own GPU.
 """
 
-import logging
 import os
 import socket
 import threading
@@ -49,8 +48,6 @@ from shared_contracts.weights import (
     SyncReport,
     Transport,
 )
-
-_LOG = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")
@@ -215,7 +212,6 @@ class WeightPusher:
                 self._mode.adapter_failed(error)
                 continue
             report.seconds["total"] = time.monotonic() - began
-            self._log(version, report)
             return report
 
     def push_together(self, version: int, dtype: DtypeName) -> SyncReport:
@@ -306,12 +302,6 @@ class WeightPusher:
         """Have the server answer with the adapter of a safetensors file."""
         call = partial(self._client.load_adapter, version, self._attempt, content)
         return self._phase("adapter", call)
-
-    def _log(self, version: int, report: SyncReport) -> None:
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.seconds.items())
-        rate = report.bytes / max(report.seconds["transfer"], 1e-9) / 1e9
-        url = self._client.base_url
-        _LOG.info("weights %d are at %s: %.2f GB/s (%s)", version, url, rate, phases)
 
     # --- one phase
 
