@@ -8,13 +8,17 @@ from contextlib import nullcontext
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.serving.telemetry import CLIENT_GONE, GENERATING, INFER, CallRecord, Telemetry
+from rollout_server.serving.telemetry import (
+    CLIENT_GONE,
+    COUNTS,
+    GENERATING,
+    INFER,
+    CallRecord,
+    Telemetry,
+)
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger("rollout_server.access")
-
-# Of `/infer/` alone: vLLM reads the body of a chat completion.
-COUNTS = ("requests", "images", "prompt_tokens", "generated_tokens", "guard_triggers")
 
 
 class AccessLog:

@@ -97,6 +97,14 @@ class CallRecord:
         return "refused" if self.status < 500 else "failed"
 
 
+# Of `/infer/` alone: vLLM reads the body of a chat completion. Field of a `CallRecord` -> counter.
+COUNTS = {
+    "requests": ("rollout_requests", "Conversations that /infer/ answered."),
+    "images": ("rollout_images", "Images in them."),
+    "prompt_tokens": ("rollout_prompt_tokens", "Prompt tokens, images expanded."),
+    "generated_tokens": ("rollout_generated_tokens", "Tokens in answers."),
+    "guard_triggers": ("rollout_repeat_guard_triggers", "Sequences the repeat guard has ended."),
+}
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -116,13 +124,7 @@ class Telemetry:
         for outcome in get_args(Outcome):
             self._calls.labels(outcome)
         self.in_flight = gauge("rollout_calls_in_flight", "Running calls.")
-        self._requests = counter("rollout_requests", "Conversations that /infer/ answered.")
-        self._images = counter("rollout_images", "Images in them.")
-        self._prompt_tokens = counter("rollout_prompt_tokens", "Prompt tokens, images expanded.")
-        self._generated_tokens = counter("rollout_generated_tokens", "Tokens in answers.")
-        self._guard_triggers = counter(
-            "rollout_repeat_guard_triggers", "Sequences the repeat guard has ended."
-        )
+        self._counts = {name: counter(*COUNTS[name]) for name in COUNTS}
         self._refused = counter(
             "rollout_refused",
             "Calls answered with a problem, by route and kind.",
@@ -164,11 +166,8 @@ class Telemetry:
 
     def count_answers(self, record: CallRecord) -> None:
         """Count generated answers, once even if several calls receive them."""
-        self._requests.inc(record.requests)
-        self._images.inc(record.images)
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._generated_tokens.inc(record.generated_tokens)
-        self._guard_triggers.inc(record.guard_triggers)
+        for name, count in self._counts.items():
+            count.inc(getattr(record, name))
 
     def count_push(self, report: SyncReport) -> None:
         self._pushes.inc()

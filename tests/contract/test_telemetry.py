@@ -13,10 +13,10 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.http.access_log import COUNTS, log_call
+from rollout_server.http.access_log import log_call
 from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
-from rollout_server.serving.telemetry import CallRecord, Telemetry
+from rollout_server.serving.telemetry import COUNTS, CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.server_info import ReplicaStatus
 
