@@ -1,10 +1,10 @@
 """`POST /infer/`: from the requests of a call to their envelopes, in order (WIRE-02).
 
-read every request -> check that its images exist              a fault in any request
-    |                                                          refuses the whole call:
-    v                                                          its sequences are aborted,
-each: load its images -> render -> choose a replica            and all requests are rendered
-      -> generate -> envelope                                  to report every fault
+each request: read -> load its images -> render                a fault in any request
+              -> choose a replica -> generate -> envelope      refuses the whole call:
+                                                               its sequences are aborted,
+                                                               and all requests are rendered
+                                                               to report every fault
 
 Each replica's renderer has a thread, and the requests of a call are rendered by all of them. The
 first sequences start while later requests are rendered.
@@ -195,7 +195,7 @@ class _RunningCall:
         self._config = call.request_config or wire.RequestConfig()
         self._record = record
         self._engine = engines[0]
-        self._renderers = list(engines)
+        self._engines = engines
         self._places = asyncio.Semaphore(MOST_PREPARED)
         self._turns = Turns()
         self._faults: dict[int, BadRequest] = {}  # by the index of the request
@@ -205,12 +205,7 @@ class _RunningCall:
         requests = self._call.infer_requests
         with self._record.phase("prepare"):
             self._engine.check_sampling(self._config)
-            conversations = await all_or_cancel(map(self._read, range(len(requests)), requests))
-        answers = await all_or_cancel(
-            self._answer_one(i, conversation)
-            for i, conversation in enumerate(conversations)
-            if conversation is not None
-        )
+        answers = await all_or_cancel(map(self._answer_one, range(len(requests)), requests))
         if self._faults:
             raise refuse_requests(self._faults)
         envelopes = [envelope for envelope in answers if envelope is not None]
@@ -223,24 +218,13 @@ class _RunningCall:
         self._faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
         self._faulty.set()
 
-    async def _read(self, index: int, request: RolloutInferRequest) -> Conversation | None:
-        """Return the conversation of a request; None after a fault."""
-        try:
-            conversation = read_conversation(request)
-            self._check_length(conversation)
-            await self._rollouts.media.check(conversation.sources)
-        except BadRequest as fault:
-            self._refuse(index, fault)
-            return None
-        return conversation
-
     async def _answer_one(
-        self, index: int, conversation: Conversation
+        self, index: int, request: RolloutInferRequest
     ) -> wire.RolloutEnvelope | None:
         """Return the envelope of a request; None if the call is refused."""
         try:
             with self._record.phase("prepare"):
-                prompt = await self._prepare(conversation)
+                prompt = await self._prepare(read_conversation(request))
             if self._faults:
                 return None
             with self._record.phase("generate"):
@@ -269,6 +253,7 @@ class _RunningCall:
 
         Raises BadRequest, and the `overloaded` and `not-ready` problems.
         """
+        self._check_length(conversation)
         self._record.images += len(conversation.sources)
         try:
             async with self._places, self._rollouts.media.load(conversation.sources) as images:
@@ -288,18 +273,16 @@ class _RunningCall:
         return prompt
 
     async def _render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
-        """Render with the least loaded renderer; try another one if it is lost."""
+        """Render with the least loaded renderer."""
         work = 1 + sum(image.width * image.height for image in images)
-        while self._renderers:
-            engine = min(self._renderers, key=lambda engine: engine.load.rendering)
-            engine.load.rendering += work
-            try:
-                return await engine.render(messages, images)
-            except EngineDead:
-                self._renderers = [left for left in self._renderers if left is not engine]
-            finally:
-                engine.load.rendering -= work
-        raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
+        engine = min(self._engines, key=lambda engine: engine.load.rendering)
+        engine.load.rendering += work
+        try:
+            return await engine.render(messages, images)
+        except EngineDead as error:
+            raise ended_early(engine, error) from error
+        finally:
+            engine.load.rendering -= work
 
     async def _roll_out(self, index: int, prompt: Prompt) -> wire.RolloutEnvelope:
         config = self._config

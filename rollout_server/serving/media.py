@@ -65,25 +65,15 @@ class MediaLoader:
         self._encoded = Budget(self._max_images * self._max_bytes)
         self._decoded = Budget(int(settings.max_decoded_mib * 2**20))
 
-    async def check(self, sources: Sequence[ImageSource]) -> None:
-        """Raise BadRequest for faults that need no reading of images.
-
-        These are too many images, an unlisted URL host, a missing file, and a forbidden folder.
-        """
-        if len(sources) > self._max_images:
-            raise BadRequest(
-                "images",
-                f"{len(sources)} are more than {self._max_images} (max_images_per_request)",
-            )
-        if outside := [source for source in sources if source.kind != "inline"]:
-            await asyncio.to_thread(self._require_available, outside)
-
     @asynccontextmanager
     async def load(self, sources: Sequence[ImageSource]) -> AsyncIterator[list[Image.Image]]:
         """Yield the images as upright RGB, in order; hold their memory until the end of the block.
 
-        sources: after `check`. Raises BadRequest for the first bad image, and MemoryError.
+        Raises BadRequest for the first bad image and for too many images, and MemoryError.
         """
+        if len(sources) > self._max_images:
+            found = f"{len(sources)} are more than {self._max_images} (max_images_per_request)"
+            raise BadRequest("images", found)
         if not sources:  # does not wait for memory
             yield []
             return
@@ -105,13 +95,6 @@ class MediaLoader:
                 decoded = [await asyncio.to_thread(decode_image, *each) for each in encoded]
             del encoded
             yield decoded
-
-    def _require_available(self, sources: Sequence[ImageSource]) -> None:
-        for source in sources:
-            if source.kind == "url":
-                listed_url(source, self._hosts)
-            else:
-                read_media_file(source, self._directories, 0)
 
     async def _read(self, source: ImageSource) -> bytes:
         """Return the encoded image; reading stops soon after `max_bytes`."""

@@ -44,7 +44,6 @@ def as_base64(content: bytes) -> str:
 
 
 async def loaded_by(loader: MediaLoader, sources: list[ImageSource]) -> list[Image.Image]:
-    await loader.check(sources)
     async with loader.load(sources) as images:
         return images
 

@@ -299,36 +299,13 @@ def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
     assert engine.load == Load()
 
 
-@pytest.mark.req("FULL-08", "WIRE-05")
-def test_missing_image_is_found_before_anything_is_generated() -> None:
-    engine = EchoEngine()
-    engine.max_model_len = 100
-    missing = request("<image>", "/no/such.png")
-    fine = [request("a")] * (2 * MOST_PREPARED)
-    with pytest.raises(ProblemError) as error:
-        run(answer(InferCall.model_validate({"infer_requests": [*fine, missing]}), engine))
-    assert error.value.problem.where == f"infer_requests[{len(fine)}].images[0]"
-    assert engine.turns == []
-    assert len(engine.rendered) == len(fine)
-
-
 @pytest.mark.req("FULL-08", "SRV-05")
-def test_another_replica_renders_for_a_lost_one() -> None:
-    """Without another one the call is refused."""
-    dead = EngineDead("replica 0 is dead")
-    lost, left = FailingRenderer(dead), EchoEngine(1)
-
-    async def serving() -> Sequence[EchoEngine]:
-        return [left] if lost.rendered else [lost, left]
-
-    work = Rollouts(serving, "model", media(), lambda: "epoch")
-    envelopes = run(work.answer(call("a", "b", "c"), CallRecord("/infer/")))
-    assert len(envelopes) == 3
-    assert sorted(left.rendered) == ["a", "b", "c"]
-    assert lost.turns == []
-    with pytest.raises(ProblemError) as error:
-        run(answer(call(*["a"] * 100), FailingRenderer(dead), FailingRenderer(dead, 1)))
-    assert (error.value.problem.status, error.value.problem.kind) == (503, "not-ready")
+def test_a_lost_renderer_refuses_the_call() -> None:
+    dead = FailingRenderer(EngineDead("replica 0 is dead"))
+    with pytest.raises(ProblemError, match="replica 0 is dead") as error:
+        run(answer(call(*["a"] * 100), dead, EchoEngine(1)))
+    assert (error.value.problem.kind, error.value.problem.where) == ("not-ready", "replicas[0]")
+    assert (dead.load.rendering, dead.load.tokens) == (0, 0)
 
 
 # --- loads and turns
