@@ -9,7 +9,6 @@
 A step calls `mark_updated` when it has changed the training weights.
 """
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from learner.config.schema import Config
 from learner.data.jsonl import build_request
 from learner.distributed.waiting import waiting_for
 from learner.rollout.backend import RolloutBackend
-from learner.runs.console import duration
 from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -156,18 +154,8 @@ class Policy:
 
     def progress(self, count: int) -> Callable[[], str]:
         """Return a function that describes the progress of `count` requested answers."""
-        began, before = time.monotonic(), self.backend.journal.answered
-
-        def now() -> str:
-            there = self.backend.journal.answered - before
-            so_far = f"{there} of {count} are there"
-            if not there:
-                return so_far
-            per_second = there / (time.monotonic() - began)
-            left = duration((count - there) / per_second)
-            return f"{so_far}, {per_second:.1f} a second, {left} left"
-
-        return now
+        before = self.backend.journal.answered
+        return lambda: f"{self.backend.journal.answered - before} of {count} are there"
 
     def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
