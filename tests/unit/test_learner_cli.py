@@ -188,9 +188,12 @@ def test_a_model_without_its_special_tokens_is_refused(run: Run, toy_checkpoint:
 
 
 @pytest.mark.req("CFG-07", "PACK-01")
+@pytest.mark.scenario("Carry buffer overflow fails fast with actionable guidance")
 def test_a_step_larger_than_the_data_and_a_buffer_smaller_than_a_step_are_refused(run: Run) -> None:
     run.set(training__packing_buffer=3)
-    assert run.error().where == "training.packing_buffer"
+    error = run.error()
+    assert error.where == "training.packing_buffer"
+    assert error.do == "Raise it to at least 4, or lower training.effective_batch_size"
     run.set(training__packing_buffer=64, training__effective_batch_size=25)
     error = run.error()
     assert error.where == "training.effective_batch_size"

@@ -227,12 +227,11 @@ def lengths_of(packs: list[list[Item]]) -> list[list[int]]:
 
 def step(
     *,
-    limit: int = 8,
     capacity: int = CAPACITY,
     min_fill: float = 0.5,
     packing: bool = True,
 ) -> StepPacker[Item, list[Item]]:
-    given = {"packing": packing, "packing_buffer": limit, "packing_min_fill_ratio": min_fill}
+    given = {"packing": packing, "packing_min_fill_ratio": min_fill}
     training = load_config(WARMUP).training.model_copy(update=given)
     return StepPacker[Item, list[Item]](training, capacity, list)
 
@@ -250,12 +249,9 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
 
 
 @pytest.mark.req("PACK-01")
-@pytest.mark.scenario(
-    "Oversized segment fails fast",
-    "Carry buffer overflow fails fast with actionable guidance",
-)
+@pytest.mark.scenario("Oversized segment fails fast")
 @pytest.mark.parametrize("last", [False, True])
-def test_a_segment_that_no_pack_or_buffer_holds_is_named_with_the_ways_out(last: bool) -> None:
+def test_a_segment_that_no_pack_holds_is_named_with_the_ways_out(last: bool) -> None:
     with pytest.raises(ContractError) as long:
         step().chunk(items(20, 21), last=last)
     assert long.value.where == "global_max_length"
@@ -264,11 +260,6 @@ def test_a_segment_that_no_pack_or_buffer_holds_is_named_with_the_ways_out(last:
         "Raise global_max_length, lower rollout_matching.max_new_tokens, "
         "or set training.packing: false"
     )
-    with pytest.raises(ContractError) as full:
-        step(limit=2).chunk(items(1, 1, 1), last=last)
-    assert full.value.where == "training.packing_buffer"
-    assert full.value.found == "no place for sample train.jsonl:3: 2 segments wait"
-    assert full.value.do == "Raise training.packing_buffer or lower training.effective_batch_size"
     with pytest.raises(ContractError, match="index 1 of the buffer"):
         select_segments([5, 21], 20)
     with pytest.raises(ContractError, match="index 1 of the pool"):
@@ -277,7 +268,7 @@ def test_a_segment_that_no_pack_or_buffer_holds_is_named_with_the_ways_out(last:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_without_packing_each_segment_is_a_pack_of_its_own_however_long(last: bool) -> None:
-    packing = step(limit=1, packing=False)
+    packing = step(packing=False)
     coming = items(3, 10 * CAPACITY, 4)
     assert packing.chunk(coming, last=last) == [[item] for item in coming]
     assert packing.chunk([], last=True) == []
@@ -292,7 +283,7 @@ def test_parts_of_a_step_have_few_more_packs_than_the_whole(median: float, sigma
         lengths = [draws.lognormvariate(math.log(median * capacity), sigma) for _ in range(32)]
         coming = items(*(min(capacity, int(length)) for length in lengths))
         for parts in packs:
-            packer = step(capacity=capacity, limit=32)
+            packer = step(capacity=capacity)
             for chunk in cut(32, 32 // parts):
                 last = chunk.stop == 32
                 made = len(packer.chunk(coming[chunk.start : chunk.stop], last=last))
@@ -311,7 +302,7 @@ def test_parts_of_a_step_have_few_more_packs_than_the_whole(median: float, sigma
 def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
     chunks: list[list[int]], last: list[int], packing: bool
 ) -> None:
-    packer = step(limit=16, packing=packing)
+    packer = step(packing=packing)
     coming = items(*[length for chunk in [*chunks, last] for length in chunk])
     expected: dict[Item, Place] = {}
     packs = arrived = 0

@@ -3,8 +3,8 @@
 A segment is one whole sample, prompt and target; here only its length counts. `plan` maps lengths
 to indices. This module holds the waiting segments of one step. Imports no torch.
 
-    StepPacker      the waiting segments (PACK-01), the packs of one step, their metrics (PACK-05),
-                    and the place of each segment (MET-03)
+    StepPacker      the waiting segments, the packs of one step, their metrics (PACK-05), and the
+                    place of each segment (MET-03)
     forwards_due    the number of forwards that all ranks run next
 """
 
@@ -16,7 +16,6 @@ from learner.config.training import TrainingConfig
 from learner.runs.metrics import Payload
 from learner.stages.packing.plan import check_length, plan_packs, select_segments
 from learner.types import Place
-from shared_contracts.errors import ContractError
 
 
 class Whole(Protocol):
@@ -59,7 +58,6 @@ class StepPacker(Generic[S, P]):
         self._min_fill = training.packing_min_fill_ratio
         self._capacity = capacity
         self._make = make
-        self._limit = training.packing_buffer
         self._waiting: list[tuple[int, S]] = []  # each segment with its number, from 0
         self._come = 0
         self._places: dict[int, Place] = {}
@@ -93,13 +91,7 @@ class StepPacker(Generic[S, P]):
     def _divide(self, numbered: Sequence[tuple[int, S]], last: bool) -> list[list[tuple[int, S]]]:
         for each in numbered:
             check_length(len(each[1]), self._capacity, each[1].sample_id)
-            if len(self._waiting) >= self._limit:
-                raise ContractError(
-                    "training.packing_buffer",
-                    f"no place for sample {each[1].sample_id}: {self._limit} segments wait",
-                    "Raise training.packing_buffer or lower training.effective_batch_size",
-                )
-            self._waiting.append(each)
+        self._waiting += numbered
         if last:
             return self._take(plan_packs(self._lengths(), self._capacity, self._min_fill))
         packs = []
