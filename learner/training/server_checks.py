@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from learner.config.schema import Config, wanted_sync_mode
 from learner.data.jsonl import build_request
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs_push
-from learner.rollout.distribution import cut, rank_chunk_size
+from learner.rollout.distribution import rank_chunk_size
 from learner.training.checkpoint_checks import longest_prompt
 from learner.training.checks import Caution, Check, T, Waiting, require
 from learner.training.input_checks import StartUp, learner_processes
@@ -118,23 +118,13 @@ def _check_media(run: StartUp) -> str:
     clients, requests = require(run.clients, "servers"), sample_requests(run)
     if not requests:
         raise Waiting("waits for data")
-    read: list[list[RolloutEnvelope]] = [[] for _ in clients]
-    for part in cut(len(requests), _AT_ONCE):
-        call = InferCall(
-            infer_requests=requests[part.start : part.stop],
-            request_config=RequestConfig(max_tokens=1, return_details=True),
-        )
-        for client, envelopes in zip(clients, read, strict=True):
-            if (answers := ask_for_media(client, call)) is None:
-                raise Waiting("waits for the first push of the run")
-            envelopes += answers
-    run.envelopes = read
+    run.envelopes = [[_answer_of(client, each) for each in requests] for client in clients]
     images = sum(len(request.images) for request in requests)
     return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# A server reads an image of so many folders at most, and so many images in one call.
-_FOLDERS, _AT_ONCE = 32, 4
+# A server reads an image of so many folders at most.
+_FOLDERS = 32
 
 
 def sample_requests(run: StartUp) -> list[RolloutInferRequest]:
@@ -152,49 +142,31 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[int(i * step)] for i in range(min(count, len(items)))]
 
 
-def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelope] | None:
-    """Return the answers of a server to `call`; None if it needs a push first.
+def _answer_of(client: RolloutClient, request: RolloutInferRequest) -> RolloutEnvelope:
+    """Return a server's answer of one token.
 
-    Raises ContractErrors, one for each image that the server cannot read;
-    `Caution` if the server goes away.
+    Raises ContractError if the server refuses the request, `Caution` if the server goes away, and
+    `Waiting` if it needs a push first.
     """
-    where = f"POST {client.base_url}/infer/"
+    one_token = RequestConfig(max_tokens=1, return_details=True)
     try:
-        return client.infer(call)
+        (envelope,) = client.infer(InferCall(infer_requests=[request], request_config=one_token))
     except SERVER_ERRORS as error:
         if needs_push(error):
-            return None
-        unanswered = ContractError(client.base_url, str(error).rstrip("."), "See the server's log")
+            raise Waiting("waits for the first push of the run") from error
+        where, found, do = client.base_url, str(error).rstrip("."), "See the server's log"
         if may_pass(error):
-            raise Caution([unanswered]) from error
+            raise Caution([ContractError(where, found, do)]) from error
         faults = (error.problem.errors or []) if isinstance(error, ProblemError) else []
-        unread = [
-            (_image_at(fault["where"], call.infer_requests), fault["detail"])
-            for fault in faults
-            if ".images[" in fault["where"]
-        ]
-        if not unread:
-            raise unanswered from error
-        raise ContractErrors(
-            [
-                ContractError(
-                    where, f"the server cannot read {image}: {why}", _media_fix(image, why)
-                )
-                for image, why in unread
-            ]
-        ) from error
-
-
-def _media_fix(image: Path, detail: str) -> str:
-    if "--allowed-media-dir" in detail:
-        return f"Start the server with --allowed-media-dir {image.parent}, or a folder above it"
-    return "Mount the images at the same path on the server's machine, readable by its user"
-
-
-def _image_at(where: str, requests: Sequence[RolloutInferRequest]) -> Path:
-    """where: such as `infer_requests[3].images[0]`."""
-    request, image = (int(part.partition("]")[0]) for part in where.split("[")[1:3])
-    return Path(requests[request].images[image])
+        if any(".images[" in fault["where"] for fault in faults):
+            folder = Path(request.images[0]).parent
+            found = f"the server cannot read {', '.join(request.images)}: {faults[0]['detail']}"
+            do = (
+                f"Start the server with --allowed-media-dir {folder}, or a folder above it; on "
+                "another machine, mount the images at the same path, readable by its user"
+            )
+        raise ContractError(where, found, do) from error
+    return envelope
 
 
 _CONNECT_S = 3.0
