@@ -30,7 +30,7 @@ from learner.training.synchronous_rollouts import (
     Answered,
     LogRollouts,
     PackFeed,
-    RequestingSource,
+    RolloutSource,
     prefetch,
 )
 from learner.types import RolloutOutput, Sample
@@ -40,7 +40,7 @@ from shared_contracts.errors import RunError
 _LEAVE_S = 5.0
 
 
-class AsyncSource(RequestingSource):
+class AsyncSource(RolloutSource):
     """The source of one process in asynchronous mode.
 
     samples_of: the samples of a batch, by its number. The seeds of batch k are those of step k.
@@ -49,6 +49,7 @@ class AsyncSource(RequestingSource):
     """
 
     asynchronous = True
+    _policy: Policy
 
     def __init__(
         self,

@@ -38,7 +38,6 @@ from learner.training.synchronous_rollouts import (
     LogRollouts,
     PackFeed,
     RolloutSource,
-    SynchronousRollouts,
     begin_packs,
 )
 from learner.types import Channel, Sample
@@ -95,9 +94,9 @@ class StepRunner:
         self._peers = peers
         self._bad_samples = bad_samples
         self._warned = False
-        if source is None and policy is not None:
-            source = SynchronousRollouts(config, policy, recipe.channel_b, peers.rank, log_rollouts)
-        self.source = source or RolloutSource()
+        self.source = source or RolloutSource(
+            config, policy, recipe.channel_b, peers.rank, log_rollouts
+        )
 
     def run(
         self, model: nn.Module, samples: Sequence[Sample], step: int, accelerator: Accelerator

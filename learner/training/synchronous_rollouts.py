@@ -110,13 +110,28 @@ class PackFeed:
 
 
 class RolloutSource:
-    """A source of the packs of channel B, and of the samples of channel A.
+    """The source of channel B's packs and of channel A's samples. Here: answers within the step.
 
-    asynchronous: answers are requested in parallel with all steps. The class itself is the source
-    of a run without rollouts, and its defaults are for a source without state between steps.
+    asynchronous: answers are requested in parallel with all steps.
+    policy: None in a run without rollouts, which has no step of channel B. rank: of this process.
+    log_rollouts: called once for every batch that is trained on.
     """
 
     asynchronous = False
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy | None,
+        channel_b: ChannelB,
+        rank: int = 0,
+        log_rollouts: LogRollouts | None = None,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._channel_b = channel_b
+        self._rank = rank
+        self._log = log_rollouts
 
     def begin(self, step: int, clock: PhaseClock) -> None:
         """Prepare step `step` of any channel. clock: measures a push."""
@@ -129,11 +144,25 @@ class RolloutSource:
         """Return the samples of channel A in step `step`. own: those of the loader."""
         return own
 
-    def feed(
-        self, step: int, own: Sequence[Sample], clock: PhaseClock
-    ) -> AbstractContextManager[PackFeed]:
-        """Provide the packs of channel-B step `step`. clock: measures their phases."""
-        raise NotImplementedError
+    @contextmanager
+    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
+        """Provide the packs of channel-B step `step`. clock: measures their phases.
+
+        Push the newest weights, then request answers. Sample i has the seed of request i.
+        """
+        policy = self._policy
+        assert policy is not None, "a run with channel B has a policy"
+        feed, samples = self._begin_batch(step, own, clock)
+        overlapped: Any = prefetch if policy.backend.streams else nullcontext
+        with self._channel_b.ahead(own), ExitStack() as serving:
+            with clock.phase("push"):
+                serving.enter_context(policy.backend.serving())
+                policy.push_if_stale()
+            with (
+                overlapped(self._answers(feed, policy, samples, serving)) as answered,
+                overlapped(self._chunks(step, feed, answered)) as feed.chunks,
+            ):
+                yield feed
 
     def payload(self) -> Payload:
         """Return further metrics since the last step."""
@@ -153,27 +182,6 @@ class RolloutSource:
     def close(self) -> None:
         """Make no more requests."""
 
-
-class RequestingSource(RolloutSource):
-    """A source that requests answers.
-
-    rank: of this process. log_rollouts: called once for every batch that is trained on.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        channel_b: ChannelB,
-        rank: int = 0,
-        log_rollouts: LogRollouts | None = None,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._channel_b = channel_b
-        self._rank = rank
-        self._log = log_rollouts
-
     def _begin_batch(
         self, number: int, own: Sequence[Sample], clock: PhaseClock
     ) -> tuple[PackFeed, list[Sample]]:
@@ -190,32 +198,12 @@ class RequestingSource(RolloutSource):
         if self._log is not None:
             self._log(step + 1, feed.assessed, feed.packer.places)
 
-
-class SynchronousRollouts(RequestingSource):
-    """Step mode: answers by the newest weights."""
-
-    @contextmanager
-    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
-        """Push the newest weights, then request answers. Sample i has the seed of request i."""
-        backend = self._policy.backend
-        feed, samples = self._begin_batch(step, own, clock)
-        overlapped: Any = prefetch if backend.streams else nullcontext
-        with self._channel_b.ahead(own), ExitStack() as serving:
-            with clock.phase("push"):
-                serving.enter_context(backend.serving())
-                self._policy.push_if_stale()
-            with (
-                overlapped(self._answers(feed, samples, serving)) as answered,
-                overlapped(self._chunks(step, feed, answered)) as feed.chunks,
-            ):
-                yield feed
-
     def _answers(
-        self, feed: PackFeed, samples: Sequence[Sample], serving: ExitStack
+        self, feed: PackFeed, policy: Policy, samples: Sequence[Sample], serving: ExitStack
     ) -> Generator[Answered, None, None]:
         """Yield the answers in parts of whole groups. serving: closed before the first forward."""
-        stop, version = 0, self._policy.version
-        with closing(self._policy.stream(samples, self._seed_of(feed, 0))) as stream:
+        stop, version = 0, policy.version
+        with closing(policy.stream(samples, self._seed_of(feed, 0))) as stream:
             parts = whole_groups(stream, self._channel_b.answers_per_sample)
             while stop < len(samples):
                 with feed.clock.phase("rollout"):

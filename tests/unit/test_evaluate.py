@@ -36,7 +36,6 @@ from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay
-from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample
@@ -295,9 +294,9 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     optimizer = build_optimizer(loaded.model, config.training)
     parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))
     calls = parts.calls.write
-    alone = RolloutSource()
-    scorer = build_scorer(config, inputs.val, loaded, policy, calls, SINGLE_PROCESS, alone)
-    build_trainer(parts, build_runner(parts), scorer, display).evaluate()
+    runner = build_runner(parts)
+    scorer = build_scorer(config, inputs.val, loaded, policy, calls, SINGLE_PROCESS, runner.source)
+    build_trainer(parts, runner, scorer, display).evaluate()
     display.stop()
     (record,) = map(json.loads, (tmp_path / "rollout_calls.jsonl").read_text().splitlines())
     assert record["evaluation_seed"] is not None

@@ -24,7 +24,7 @@ from learner.runs.metrics import PhaseClock, StepReport
 from learner.training.channels import ChannelB, Encoding
 from learner.training.recipes import Recipe
 from learner.training.step import StepRunner
-from learner.training.synchronous_rollouts import SynchronousRollouts
+from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.train import order_of
 from learner.training.trainer import BatchLoader
 from learner.types import AssessedRollout, Sample
@@ -118,7 +118,7 @@ class Feeding:
 
     def chunks(self, step: int = 0) -> Iterator[list[str]]:
         """The sample of each pack of a chunk."""
-        source = SynchronousRollouts(self.config, self.policy, self.channel_b)
+        source = RolloutSource(self.config, self.policy, self.channel_b)
         with source.feed(step, self.samples, PhaseClock()) as feed:
             for packs, _ in feed.chunks:
                 yield [pack.sample_ids[0] for pack in packs]

@@ -113,11 +113,11 @@ class Script(RolloutSource):
     """The chunks of one step."""
 
     def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
-        self._chunks = chunks
+        self._given = chunks
 
     @contextmanager
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
-        yield GivenPacks(self._chunks)
+        yield GivenPacks(self._given)
 
 
 class Nobody(RolloutBackend):

@@ -14,7 +14,7 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
-from learner.training.synchronous_rollouts import SynchronousRollouts
+from learner.training.synchronous_rollouts import RolloutSource
 from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.config_faults import changed
@@ -96,7 +96,7 @@ def step_of(run: Fleet, count: int, rank: int = 0) -> Iterator[tuple[NoTraining,
     asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=4))
     policy = Policy(run.backend, asking)
     channel, config = NoTraining(), parse_config(changed("training.seed", 5))
-    source = SynchronousRollouts(config, policy, channel, rank)
+    source = RolloutSource(config, policy, channel, rank)
     samples = [Sample(str(number), (), 64, 64, ()) for number in range(count)]
     with source.feed(3, samples, PhaseClock()) as feed:
         yield channel, feed.chunks
