@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +16,7 @@ from benchmarks.command import Bench
 from benchmarks.data_plane_parts.matching import draw_scene
 from benchmarks.data_plane_parts.parser import DESCRIPTIONS, qwen_tokenizer
 from benchmarks.results import Result, median_of
-from learner.config.rollout_matching import MatchingConfig
+from learner.config import load_config
 from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
@@ -25,7 +26,7 @@ from learner.types import AssessedRollout, GroundTruthObject, RolloutOutput, Sam
 ANSWERS = 256
 OBJECTS = 100
 POLYGONS = range(8, 13)
-CONFIG = MatchingConfig()
+CONFIG = load_config(Path(__file__).parents[2] / "configs/stage2_rollout_aligned/base.yaml")
 
 Answer = tuple[Sample, RolloutOutput]
 
@@ -58,9 +59,9 @@ def _seconds(
 
 
 def _run(answers: Sequence[Answer], tokenizer: PreTrainedTokenizerFast) -> list[AssessedRollout]:
-    match = partial(match_objects, config=CONFIG)
+    match = partial(match_objects, config=CONFIG.rollout_matching.matching)
     assessed = (assess(*each, tokenizer, match, allow_poly=True) for each in answers)
-    return [with_target(each, tokenizer, "desc_first", CONFIG) for each in assessed]
+    return [with_target(each, tokenizer, CONFIG) for each in assessed]
 
 
 def _answers(

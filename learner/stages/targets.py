@@ -306,40 +306,26 @@ def assess(
     )
 
 
-def with_target(
-    assessed: AssessedRollout,
-    tokenizer: Tokenizer,
-    field_order: FieldOrder,
-    matching: MatchingConfig,
-    answers: AnswerFormat = COORD_JSON,
-    *,
-    allow_poly: bool = True,
-    matched_only: bool = False,
-    whole: bool = False,
-) -> AssessedRollout:
-    """Add `Y_train`, or the reason why there is none.
-
-    matched_only: the prefix has no false positives (CLEAN-01). allow_poly: as in `assess`. whole:
-    the target is `whole_answer` (GROUP-02).
-    """
+def with_target(assessed: AssessedRollout, tokenizer: Tokenizer, config: Config) -> AssessedRollout:
+    """Add `Y_train` as the config has it, or the reason why there is none."""
     if assessed.left_out is not None:
         return assessed
-    truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
+    parsed, match, answers = assessed.parsed, assessed.match, answer_format(config)
     try:
-        if whole:
+        if config.whole_answers:
             target = whole_answer(assessed.rollout, parsed, match, tokenizer)
             return assessed._replace(target=target)
-        if matched_only:
+        if config.matched_only:
             parsed, match = without_false_positives(
-                parsed, match, tokenizer, answers, allow_poly=allow_poly
+                parsed, match, tokenizer, answers, allow_poly=config.allow_poly
             )
         target = build_target(
             parsed,
-            truths,
+            assessed.sample.objects,
             match,
             tokenizer,
-            field_order,
-            matching=matching,
+            config.custom.object_field_order,
+            matching=config.rollout_matching.matching,
             answers=answers,
             duplicates=assessed.duplicates or (),
         )
@@ -360,26 +346,18 @@ def run_stages(
     """
     answers, matching = answer_format(config), config.rollout_matching.matching
     assessed = [
-        with_target(
-            assess(
-                sample,
-                rollout,
-                tokenizer,
-                partial(match_objects, config=matching),
-                allow_poly=config.allow_poly,
-                answers=answers,
-                duplicate_iou=config.duplicate_iou,
-            ),
+        assess(
+            sample,
+            rollout,
             tokenizer,
-            config.custom.object_field_order,
-            matching,
-            answers,
+            partial(match_objects, config=matching),
             allow_poly=config.allow_poly,
-            matched_only=config.matched_only,
-            whole=config.whole_answers,
+            answers=answers,
+            duplicate_iou=config.duplicate_iou,
         )
         for sample, rollout in zip(samples, rollouts, strict=True)
     ]
+    assessed = [with_target(each, tokenizer, config) for each in assessed]
     if config.group_relative is None:
         return assessed
     return with_rewards(assessed, config.group_relative, matching.maskiou_resolution)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from learner.config import parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
 from learner.stages.clean_prefix import without_false_positives
@@ -28,9 +29,12 @@ from learner.types import (
     Target,
 )
 from tests.unit.answers import CAT, DOG, ROOF, coords, encode, entry, pieces, text_of
+from tests.unit.config_faults import changed
 from tests.unit.small_run import rollout
 
 MATCHING = MatchingConfig()
+VERBATIM = parse_config(changed("stage2_ab.channel_b", {"prefix": "verbatim"}))
+MATCHED = parse_config(changed("stage2_ab.channel_b", {"prefix": "matched"}))
 CAT_BINS, DOG_BINS = CAT.shape.coords, DOG.shape.coords
 NEAR_CAT = (12, 20, 300, 400)
 
@@ -47,7 +51,7 @@ def assessed_of(
     match = partial(match_objects, config=MATCHING)
     keys: dict[str, Any] = {"allow_poly": True, "answers": answers, "duplicate_iou": duplicate_iou}
     found = assess(sample, rollout([], ids), tokenizer, match, **keys)
-    return with_target(found, tokenizer, "desc_first", MATCHING)
+    return with_target(found, tokenizer, VERBATIM)
 
 
 def prefix_text(tokenizer: PreTrainedTokenizerFast, assessed: AssessedRollout) -> str:
@@ -118,9 +122,7 @@ def test_a_matched_prefix_has_no_false_positive(tokenizer: PreTrainedTokenizerFa
         broken,
     ]
     verbatim = assessed_of(tokenizer, "{" + ", ".join(entries) + "}", [CAT, DOG], None)
-    found = with_target(
-        verbatim._replace(target=None), tokenizer, "desc_first", MATCHING, matched_only=True
-    )
+    found = with_target(verbatim._replace(target=None), tokenizer, MATCHED)
     assert (found.parsed, found.match.pairs) == (verbatim.parsed, verbatim.match.pairs)
     assert len(found.match.false_positives) == 2, "scores are those of the answer"
     assert found.target is not None
@@ -159,9 +161,7 @@ def test_a_target_of_matched_objects_is_the_annotation_in_the_order_of_the_answe
     answer = COORD_JSON.write(said, "desc_first")
     found = assessed_of(tokenizer, answer, truths, None)
     match = found.match
-    found = with_target(
-        found._replace(target=None), tokenizer, "desc_first", MATCHING, matched_only=True
-    )
+    found = with_target(found._replace(target=None), tokenizer, MATCHED)
     assert found.target is not None
     again = COORD_JSON.parse(found.target.token_ids, tokenizer)
     matched = [truths[truth] for _, truth in sorted(match.pairs)]

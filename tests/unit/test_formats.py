@@ -305,7 +305,8 @@ def test_an_answer_is_corrected_continued_and_closed(
     assert found.parsed.truncated
     assert [why for _, why in found.parsed.dropped] == ["wrong_arity", "key_invalid"]
     assert [d.found.key for d in found.duplicates or ()] == ["object_3"]
-    target = with_target(found, tokenizer, "desc_first", MatchingConfig(), case.answers).target
+    config = parse_config(changed("custom.answer_format", case.name))
+    target = with_target(found, tokenizer, config).target
     assert target is not None
     assert text_of(tokenizer, target.token_ids) == case.target + IM_END
     assert target.fn_keys == ["object_3"]

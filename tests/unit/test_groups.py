@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from learner.config import load_config
 from learner.config.group_relative import GroupRelativeConfig
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
@@ -27,7 +28,6 @@ from learner.models.start import StartModel
 from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport
-from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
 from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
@@ -42,6 +42,7 @@ from learner.types import (
     Sample,
 )
 from tests.unit.answers import encode, entry, text_in_role, text_of
+from tests.unit.config_faults import CONFIGS
 from tests.unit.grouped import POLICY_GRADIENT, REWARD, SIZE, TOKEN_CE, Answering, group_config
 from tests.unit.mixed_samples import box
 from tests.unit.packed_logits import packed_logits
@@ -54,6 +55,7 @@ from tests.unit.toy_learner import with_awake_adapters
 CAT, DOG = box("cat", 0, 0, 100, 100), box("dog", 500, 500, 700, 700)
 BOTH = (CAT, DOG)
 RESOLUTION = MatchingConfig().maskiou_resolution
+GROUPS = load_config(CONFIGS / "stage2_group_relative/base.yaml")
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 
 
@@ -238,9 +240,7 @@ def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
     text = written(CAT, box("ghost", 800, 800, 900, 900))
     text = text if ended else text[:-12]
     found = assessed_as(tokenizer, text, finish_reason="stop" if ended else "length")
-    target = with_target(
-        found, tokenizer, "desc_first", MatchingConfig(), COORD_JSON, whole=True
-    ).target
+    target = with_target(found, tokenizer, GROUPS).target
     assert target is not None
     response = found.rollout.response_token_ids
     assert (target.prefix_len, target.fn_keys, target.coord_groups) == (len(response), [], [])
@@ -256,7 +256,7 @@ def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
 @pytest.mark.req("GROUP-02")
 def test_an_answer_without_a_token_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
     found = assessed_as(tokenizer, "", finish_reason="length")
-    found = with_target(found, tokenizer, "desc_first", MatchingConfig(), whole=True)
+    found = with_target(found, tokenizer, GROUPS)
     assert (found.target, found.left_out) == (None, "the answer has no token")
 
 
