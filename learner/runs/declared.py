@@ -125,6 +125,8 @@ stage2_ab/async/dropped_oldest | counter | A B | packs | packs dropped because t
     their samples are requested again | asynchronous rollouts
 stage2_ab/async/dropped_stale | counter | A B | packs | packs dropped because they were too old
     for `version_window`; their samples are requested again | asynchronous rollouts
+stage2_ab/async/prefetch_idle_s | seconds | A B | s | time without requests, because enough packs
+    were ready; the longest of all processes | asynchronous rollouts
 """)
 
 # Reasons for which the parser drops an object.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from learner.stages.coords import COORD_BINS
 from learner.types import Shape
+from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 IndexArray = npt.NDArray[np.intp]
@@ -46,7 +47,7 @@ def projected_bins(
     of a predicted box belongs to two corners; its target is the mean of their projections,
     which gives the box whose corners are nearest to the projected ones (least squares).
 
-    pairs: (predicted, truth). Other arguments are those of `transport_shares`.
+    pairs: (predicted, truth). Other arguments and errors are those of `sinkhorn_barycentric`.
     Returns for each pair one target in [0, 999] per coordinate of `predicted`, in its order.
     """
     points = [(_shape_points(predicted), _shape_points(truth)) for predicted, truth in pairs]
@@ -73,11 +74,11 @@ def sinkhorn_barycentric(
 
         ghat_i = sum_j T_ij g_j / sum_j T_ij
 
-    pred_points, gt_points: (P, 2) and (G, 2), x and y in norm1000, P and G at least 1. Other
-    arguments are those of `transport_shares`.
+    pred_points, gt_points: (P, 2) and (G, 2), x and y in norm1000.
+    Raises ContractError for other shapes, no points and numbers that are not finite. Other
+    arguments and errors are those of `transport_shares`.
     """
-    pred = np.asarray(pred_points, dtype=np.float64)
-    truth = np.asarray(gt_points, dtype=np.float64)
+    pred, truth = _points("pred_points", pred_points), _points("gt_points", gt_points)
     (shares,) = transport_shares([(pred, truth)], cost, epsilon, iters)
     projected: FloatArray = shares @ truth
     return projected
@@ -94,10 +95,12 @@ def transport_shares(
 
     pairs: points (P, 2) and (G, 2) of a prediction and of a ground truth, P and G at least 1.
     cost: `l1`, |dx| + |dy|, or `l2`, the Euclidean distance (not its square).
-    epsilon: weight of the entropy, above 0, in the unit of the cost, which is norm1000. Points
-        nearer than a few of it are mixed, which pulls the projection inwards; the default of the
-        YAML, 0.5, leaves equal sets where they are, within a bin (RES-19).
+    epsilon: weight of the entropy, in the unit of the cost, which is norm1000. Points nearer than
+        a few of it are mixed, which pulls the projection inwards; the default of the YAML, 0.5,
+        leaves equal sets where they are, within a bin (RES-19).
+    Raises ContractError for another cost, and `epsilon` or `iters` that are not positive.
     """
+    _check_settings(cost, epsilon, iters)
     groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (pred, truth) in enumerate(pairs):
         groups[_filled_size(pred), _filled_size(truth)].append(index)
@@ -175,3 +178,21 @@ def _gibbs(values: FloatArray, epsilon: float) -> tuple[FloatArray, FloatArray]:
     with np.errstate(over="ignore"):
         exponents = (least - values) / epsilon
     return least, np.exp(exponents, out=exponents)
+
+
+def _points(name: str, points: Points) -> FloatArray:
+    array = np.asarray(points, dtype=np.float64)
+    if array.ndim != 2 or array.shape[1] != 2 or len(array) == 0:
+        raise ContractError(name, f"an array of shape {array.shape}", "Give (N, 2) with N >= 1")
+    if not np.isfinite(array).all():
+        raise ContractError(name, "a coordinate is NaN or infinite", "Give finite coordinates")
+    return array
+
+
+def _check_settings(cost: TransportCost, epsilon: float, iters: int) -> None:
+    if cost not in ("l1", "l2"):
+        raise ContractError("cost", f"'{cost}' is not known", "Use 'l1' or 'l2'")
+    if not 0 < epsilon < np.inf:
+        raise ContractError("epsilon", f"{epsilon} is not accepted", "Use a finite number above 0")
+    if iters < 1:
+        raise ContractError("iters", f"{iters} is not accepted", "Use 1 or more")

@@ -15,6 +15,7 @@ Imports no torch.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,8 @@ class RolloutBuffer:
         self._paused = True
         self._requesting = False
         self._closed = False
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
 
     def start(self, first: int) -> None:
         """Begin with batch `first`, or with the restored state."""
@@ -100,10 +103,13 @@ class RolloutBuffer:
     def begin(self) -> int:
         """Wait until a batch is needed, and return its number. Raises BufferClosed."""
         with self._changed:
+            self._idle_since = time.perf_counter()
             while not self._closed:
                 packs = self.packs
                 room = packs == 0 or packs + self._largest <= self._limit
                 if packs < self._target and room and (batch := self._claim()) is not None:
+                    self._count_idle()
+                    self._idle_since = None
                     self._making = batch
                     return batch
                 self._changed.wait()
@@ -214,10 +220,19 @@ class RolloutBuffer:
     def payload(self) -> Payload:
         """Return the metrics since the last call."""
         with self._changed:
+            self._count_idle()
             payload = Payload()
             payload.add({f"stage2_ab/async/{why}": n for why, n in self._dropped.items()})
+            payload.note({"stage2_ab/async/prefetch_idle_s": self._idle_s})
             self._dropped = dict.fromkeys(self._dropped, 0)
+            self._idle_s = 0.0
             return payload
+
+    def _count_idle(self) -> None:
+        if self._idle_since is not None:
+            now = time.perf_counter()
+            self._idle_s += now - self._idle_since
+            self._idle_since = now
 
     # --- the state of each batch
 

@@ -1,6 +1,7 @@
 """Barycentric projection of the Sinkhorn plan, against the textbook's scaling in float64."""
 
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from learner.stages.transport_plan import (
     transport_shares,
 )
 from learner.types import Shape
+from shared_contracts.errors import ContractError
 from tests.unit.answers import ground_truths
 
 FloatArray = npt.NDArray[np.float64]
@@ -99,6 +101,33 @@ def test_pairs_of_any_sizes_together_agree_with_the_textbook_one_by_one(
         costs = distances(pred.tolist(), truth.tolist(), cost)
         expected = textbook_projection(pred, truth, costs, epsilon, iters)
         np.testing.assert_allclose(shares @ truth, expected, rtol=1e-9, atol=1e-9)
+
+
+# ---- what must not matter ------------------------------------------------------------
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong", "found"),
+    [
+        ("pred_points", np.zeros((0, 2)), "an array of shape (0, 2)"),
+        ("gt_points", [[1.0, 2.0, 3.0]], "an array of shape (1, 3)"),
+        ("gt_points", [1.0, 2.0], "an array of shape (2,)"),
+        ("gt_points", [[1.0, NAN]], "a coordinate is NaN or infinite"),
+        ("cost", "l3", "'l3' is not known"),
+        ("epsilon", 0.0, "0.0 is not accepted"),
+        ("epsilon", NAN, "nan is not accepted"),
+        ("epsilon", INF, "inf is not accepted"),
+        ("iters", 0, "0 is not accepted"),
+    ],
+)
+def test_invalid_arguments_are_refused_by_name(where: str, wrong: Any, found: str) -> None:
+    given = {"pred_points": SQUARE, "gt_points": TRIANGLE, "cost": "l1", "epsilon": 1.0, "iters": 5}
+    with pytest.raises(ContractError) as caught:
+        sinkhorn_barycentric(**{**given, where: wrong})
+    assert (caught.value.where, caught.value.found) == (where, found)
 
 
 # ---- what is right stays (RES-19) ----------------------------------------------------
