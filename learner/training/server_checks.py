@@ -114,11 +114,25 @@ def _check_group_ports(run: StartUp) -> str:
 
 
 def _check_media(run: StartUp) -> str:
-    """Have every server read an image of each folder, of `_FOLDERS` at most, and answer."""
+    """Have every server read an image of each folder, of `_FOLDERS` at most, and answer.
+
+    Raises ContractErrors, one for each request that a server refuses.
+    """
     clients, requests = require(run.clients, "servers"), sample_requests(run)
     if not requests:
         raise Waiting("waits for data")
-    run.envelopes = [[_answer_of(client, each) for each in requests] for client in clients]
+    read, refused = [list[RolloutEnvelope]() for _ in clients], list[ContractError]()
+    for client, envelopes in zip(clients, read, strict=True):
+        for request in requests:
+            try:
+                envelopes.append(_answer_of(client, request))
+            except Caution:
+                raise
+            except ContractError as error:
+                refused.append(error)
+    if refused:
+        raise ContractErrors(refused)
+    run.envelopes = read
     images = sum(len(request.images) for request in requests)
     return f"{images} image(s) of {len(requests)} samples were read"
 

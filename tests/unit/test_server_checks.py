@@ -1,6 +1,7 @@
 """The start-up checks of servers (settings, group port, images) and of FSDP2."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from learner.training import server_checks
 from learner.training.checks import Caution, Waiting
 from learner.training.input_checks import StartUp, check_inputs
 from learner.training.server_checks import check_group_port, reach_servers
-from shared_contracts.errors import ContractError, Problem
+from shared_contracts.errors import ContractError, ContractErrors, Problem
 from tests.unit.scripted_server import INFER, ScriptedServer, envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config, small_mapping
@@ -109,22 +110,24 @@ def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
 
 
 @pytest.mark.req("WIRE-04", "DEP-03")
-def test_an_image_that_a_server_cannot_read_is_named_before_a_model_is_loaded(
+def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_model_is_loaded(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
-    image = samples[0].images[0]
+    first, second, *_ = read_samples(toy_data.train_jsonl, allow_poly=False)
+    elsewhere = tmp_path / "elsewhere" / "0.png"
+    samples = [first, replace(second, images=(elsewhere,))]
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of()
         faults = [{"where": "infer_requests[0].images[0]", "detail": "in no allowed folder"}]
         refused = Problem.of("invalid-request", "bad images", "infer_requests", faults)
         server.routes[INFER] = lambda _: (refused.status, refused)
         config = config_of(toy_checkpoint, toy_data, tmp_path, server)
-        with pytest.raises(ContractError) as caught:
+        with pytest.raises(ContractErrors) as caught:
             reach_servers(config, {}, samples)
-    assert caught.value.found == f"the server cannot read {image}: in no allowed folder"
-    assert f"--allowed-media-dir {image.parent}" in caught.value.do
-    assert "mount the images at the same path" in caught.value.do
+    for error, image in zip(caught.value.errors, (first.images[0], elsewhere), strict=True):
+        assert error.found == f"the server cannot read {image}: in no allowed folder"
+        assert f"--allowed-media-dir {image.parent}" in error.do
+        assert "mount the images at the same path" in error.do
 
 
 @pytest.mark.req("DEP-03")
