@@ -129,11 +129,11 @@ def train_as(
     if peers.count == 1:
         _require_one_gpu()
     assert not inputs.finished(config.training), "checked by the command"
-    folder, start = config.training.output_dir, _agreed(inputs.start, peers)
+    folder, start = config.training.output_dir, inputs.start
     with ExitStack() as stack:
         opened = open_run_folder(config, inputs.placement, start)
         broadcast_from_rank0(peers, lambda: str(stack.enter_context(opened)))
-        peers.all_gather(lambda: _require_shared(folder))
+        _require_shared(folder, start, peers)
         for note in start.notes if peers.rank == 0 else ():
             tell(console, note)
         set_seed(config.training.seed)
@@ -186,23 +186,14 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
     return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
 
 
-def _agreed(start: Start, peers: Peers) -> Start:
-    """Return the common start. Raises RunError if processes see different run folders."""
-    steps = peers.all_gather(lambda: start.step)
+def _require_shared(folder: Path, start: Start, peers: Peers) -> None:
+    """Raise RunError in all processes unless they see the run folder of process 0."""
+    steps = peers.all_gather(lambda: start.step if (folder / RUN).is_file() else None)
     if len(set(steps)) > 1:
         raise RunError(
-            f"the learner processes see checkpoints of different steps ({steps}): "
-            "training.output_dir must be one folder for all of them"
-        )
-    return start
-
-
-def _require_shared(folder: Path) -> None:
-    """Raise RunError if this process does not see the run folder of process 0."""
-    if not (folder / RUN).is_file():
-        raise RunError(
-            f"{folder} of process 0 is not here: training.output_dir must be one folder for all "
-            "learner processes; on several machines, use a network folder"
+            f"the learner processes see different folders {folder} (at the steps {steps}): "
+            "training.output_dir must be one folder for all; on several machines, use a network "
+            "folder"
         )
 
 
