@@ -13,7 +13,7 @@ from rich.console import Console
 from learner.commands.config import ConfigFile, ConfigOption, Seed, only_config
 from learner.distributed.waiting import reporting_waits, use_passive_wait, waiting_for
 from learner.runs.atomic_files import expect_full_disks_in_threads, require_free
-from learner.runs.console import showing_waits, tell
+from learner.runs.console import tell
 
 
 def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
@@ -134,7 +134,7 @@ def evaluate(
     tell(console, f"Checkpoint: {plan.config.model.model}")
     tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
     tell(console, f"Answers: {describe_backend(plan.config, plan.placement)}")
-    with showing_waits(console):
+    with reporting_waits(partial(tell, console)):
         clients = reach_servers(plan.config, os.environ, plan.samples, partial(tell, console))
 
     use_passive_wait()

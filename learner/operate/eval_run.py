@@ -6,6 +6,7 @@ tables()           the results for a terminal
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +16,10 @@ from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.report.answers import count_table, unread_answers
 from learner.analysis.report.evaluation_page import precisions, tiles
 from learner.data.show import Table
-from learner.distributed.waiting import waiting_for
+from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.operate.eval_plan import EvaluationPlan
 from learner.rollout.client import RolloutClient
-from learner.runs.console import showing_waits
+from learner.runs.console import tell
 from learner.training.evaluation import evaluation_facts, score_checkpoint
 
 
@@ -32,7 +33,7 @@ def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: 
     disable_progress_bar()
     config, placement = plan.config, plan.placement
     folder = Path(tempfile.mkdtemp(prefix="learner-eval-")) if placement is not None else None
-    with showing_waits(console):
+    with reporting_waits(partial(tell, console)):
         evaluation = score_checkpoint(config, plan.samples, clients, folder, placement)
         if folder is not None:
             shutil.rmtree(folder)

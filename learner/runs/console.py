@@ -1,36 +1,15 @@
 """Lines on the terminal, and formats of their numbers."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from learner.distributed.waiting import reporting_waits
-
-_REFRESH_S = 0.5
-
 
 def tell(console: Console, line: str | Text) -> None:
     """Print a line without line breaks, markup or emoji codes."""
     console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
-
-
-@contextmanager
-def showing_waits(console: Console) -> Iterator[None]:
-    """Report waits: in a status line on a terminal, else in lines."""
-    if not console.is_terminal:
-        with reporting_waits(partial(tell, console)):
-            yield
-        return
-    with (
-        console.status("", spinner="line") as status,
-        reporting_waits(lambda line: status.update(Text(line)), _REFRESH_S),
-    ):
-        yield
 
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400

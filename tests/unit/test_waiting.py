@@ -1,21 +1,17 @@
 """Lines about waits: what is waited for, since when, and what is known."""
 
-import io
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from torch.distributed import HashStore
 
-import learner.distributed.waiting
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
-from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.ranks_in_threads import gloo_groups
@@ -126,28 +122,3 @@ def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lin
         policy.answer(samples, 0)
         output.wait("a step")
     assert not [line for line in output.lines if "answers" in line]
-
-
-# --- where it is shown
-
-
-class Output(io.StringIO):
-    def __init__(self) -> None:
-        super().__init__()
-        self.output = Lines()
-
-    def write(self, text: str) -> int:
-        self.output(text)
-        return len(text)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_wait_is_a_status_on_a_terminal_and_lines_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
-    out = Output()
-    console = Console(file=out, force_terminal=terminal, width=100)
-    with showing_waits(console), waiting_for("a push"):
-        shown = out.output.wait("a push")
-    assert ("\x1b[" in shown) == terminal
