@@ -130,10 +130,10 @@ def test_run_whose_push_fails_keeps_its_model_for_an_export(
 
 
 ACCESS: list[tuple[str, str, str | None]] = [
-    ("", REPOSITORY, "there is no token of the Hub"),
-    ("hf_of_nobody", REPOSITORY, "refuses the token"),
+    ("", REPOSITORY, "the Hub cannot check a token of yours"),
+    ("hf_of_nobody", REPOSITORY, "Invalid user token"),
     (READER, REPOSITORY, "the token of ada may only read"),
-    (WRITER, "bob/shapes", "may write to repositories of ada, lab"),
+    (WRITER, "bob/shapes", "may write to those of ada, lab"),
     (WRITER, REPOSITORY, None),
 ]
 ASK = """
