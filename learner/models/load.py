@@ -66,7 +66,9 @@ class LoadedModel:
     @property
     def inner(self) -> PreTrainedModel:
         """The multimodal module."""
-        return self.family.inner(whole_model(self.model))
+        whole: Any = whole_model(self.model)
+        inner: PreTrainedModel = whole.model
+        return inner
 
     @property
     def tokenizer(self) -> Tokenizer:

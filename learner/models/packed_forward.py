@@ -64,7 +64,7 @@ def _known_on_host(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
     and FSDP2 move every tensor that they are called with to the device, and FSDP2 rounds it.
     """
     family = family_of(model)
-    inner: Any = family.inner(model)
+    inner: Any = model.model
     of_inner = without_search(inner.config.get_text_config(), pack.bounds)
     if family.linear_attention is not None:
         of_inner["segment_lengths"] = pack.lengths

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.models.families import family_of
 from learner.models.head import whole_model
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import IMAGE, make_pack, make_segment
@@ -41,7 +40,7 @@ def _second_of_two(model: nn.Module, first: int) -> Tensor:
     7 tokens of text.
     """
     whole = whole_model(model)
-    inner: Any = family_of(whole).inner(whole)
+    inner: Any = whole.model
     tower, patch = inner.visual, inner.visual.patch_embed
     side = tower.spatial_merge_size
     values = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2

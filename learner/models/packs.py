@@ -48,7 +48,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pack:
-    """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
+    """Segments in one row of L tokens: input_ids (1, L), position_ids (4, 1, L).
 
     bounds: (segments + 1,) int32, where each segment starts, and L. lengths: tokens of each.
     image_grid_thw: on the host, whatever the device. patches: None where there are no images.
@@ -168,7 +168,7 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
     return Pack(
         sample_ids=[s.sample_id for s in segments],
         input_ids=torch.cat([s.input_ids for s in segments])[None],
-        position_ids=family.position_ids(torch.cat([s.position_ids for s in segments], dim=1)),
+        position_ids=torch.cat([s.position_ids for s in segments], dim=1)[:, None],
         mm_token_types=torch.cat([_types(s.prompt, s.target) for s in segments])[None],
         pixel_values=torch.cat(pixels) if pixels else None,
         image_grid_thw=grid,

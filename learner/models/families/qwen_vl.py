@@ -17,7 +17,6 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
 
     from learner.models.packs import Pack
     from learner.models.patches import Patches
@@ -128,11 +127,6 @@ class Family:
         """Return the rule for the tokens of an image, from a checkpoint. Imports no torch."""
         return QwenImageRule.of_checkpoint(folder)
 
-    def inner(self, model: Any) -> "PreTrainedModel":
-        """Return the multimodal module of a model for conditional generation."""
-        inner: PreTrainedModel = model.model
-        return inner
-
     def part_of(self, name: str) -> Part:
         """Return the part of the model that has a parameter.
 
@@ -175,13 +169,6 @@ class Family:
         spatial, _ = inner.get_rope_index(ids[None], types[None], image_grid_thw=grid)
         text = torch.arange(ids.numel(), dtype=ids.dtype)
         return torch.cat([text[None], spatial[:, 0]])
-
-    def position_ids(self, positions: "Tensor") -> "Tensor":
-        """Return the forward's position ids for a row of segments; (4, L) -> (4, 1, L).
-
-        The forward gets no mask: the restarts of positions keep the segments apart.
-        """
-        return positions[:, None]
 
 
 class Qwen25VL(Family):

@@ -134,7 +134,7 @@ class ProofOfEffect:
         positions = family.positions(loaded.inner, ids, types, prompt.image_grid_thw)
         inputs: dict[str, Tensor | None] = {
             "input_ids": ids[None],
-            "position_ids": family.position_ids(positions),
+            "position_ids": positions[:, None],
             **family.vision_inputs(prompt, types[None]),
         }
         there = {name: t.to(device) for name, t in inputs.items() if t is not None}
