@@ -193,27 +193,21 @@ def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCal
     """Return a callback for each tracker of the run.
 
     TensorBoard's drops the events after the step at which the run resumes.
-
-    Raises RunError if a tracker does not start.
     """
 
-    def tensorboard() -> TrainerCallback:
-        again_from = start.step + 1 if start.goes_on else None
-        return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
+    def made(name: str) -> TrainerCallback:
+        if name == "tensorboard":
+            again_from = start.step + 1 if start.goes_on else None
+            return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
+        (tracker,) = get_reporting_integration_callbacks([name])
+        callback: TrainerCallback = tracker()
+        return callback
 
     return [
         # Each of its own class: transformers warns about two callbacks of one.
-        type(name, (GuardedTracker,), {})(
-            name, tensorboard if name == "tensorboard" else partial(_other_tracker, name)
-        )
+        type(name, (GuardedTracker,), {})(name, made(name))
         for name in training.trackers
     ]
-
-
-def _other_tracker(name: str) -> TrainerCallback:
-    (made,) = get_reporting_integration_callbacks([name])
-    callback: TrainerCallback = made()
-    return callback
 
 
 class GuardedTracker(TrainerCallback):
@@ -222,19 +216,18 @@ class GuardedTracker(TrainerCallback):
     An error before the first step ends the run. Later the first error is a warning.
     """
 
-    def __init__(self, name: str, make: Callable[[], TrainerCallback]) -> None:
+    def __init__(self, name: str, tracker: TrainerCallback) -> None:
         self._name = name
         self._warned = False
-        made = self._call("start", make)
         for event in dir(TrainerCallback):
             if event.startswith("on_"):
-                setattr(self, event, partial(self._call, event, getattr(made, event)))
+                setattr(self, event, partial(self._call, event, getattr(tracker, event)))
 
     def _call(self, event: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
             return hook(*given, **named)
         except Exception as error:  # trackers raise errors of any type
-            if event in ("start", "on_init_end", "on_train_begin"):
+            if event in ("on_init_end", "on_train_begin"):
                 raise RunError(
                     f"the tracker {self._name} does not start: {error}. Correct this, or remove it "
                     "from training.report_to"
