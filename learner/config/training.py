@@ -140,13 +140,6 @@ class TrainingConfig(StrictModel):
             return data
         return {k: v for k, v in data.items() if v is not None or k not in NULL_MEANS_DERIVED}
 
-    @field_validator("run_name")
-    @classmethod
-    def _not_blank(cls, name: str) -> str:
-        if not name.strip():
-            raise Refusal("a blank name", "Give the run a name")
-        return name
-
     @field_validator("report_to")
     @classmethod
     def _no_tracker_twice(cls, report_to: tuple[ReportTo, ...]) -> tuple[ReportTo, ...]:

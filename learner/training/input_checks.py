@@ -81,8 +81,7 @@ class StartUp:
 
     environment: of the training process. patience_s: longest wait for a server that is not ready;
     None: `timeout_s`. samples: to which servers generate answers.
-    read: without placement, processes and start. clients, infos (by URL), envelopes: in the order
-    of the servers.
+    clients, infos (by URL), envelopes: in the order of the servers.
     """
 
     config: Config
@@ -123,9 +122,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     run = StartUp(config, environment)
     for check in input_checks(run):
         check.run()
-    read, start = require(run.read, "data"), require(run.start, "run folder")
-    processes = require(run.processes, "processes")
-    return replace(read, placement=run.placement, processes=processes, start=start)
+    return require(run.read, "data")
 
 
 def _check_processes(run: StartUp) -> str:
@@ -187,7 +184,12 @@ def _check_data(run: StartUp) -> str:
         for file in filter(None, (run.config.data.train_jsonl, run.config.data.val_jsonl)):
             read_samples(file, allow_poly=run.config.allow_poly)
     require(run.checkpoint, "checkpoint")
-    run.read = read = read_inputs(run.config)
+    run.read = read = replace(
+        read_inputs(run.config),
+        placement=run.placement,
+        processes=run.processes or 1,
+        start=run.start or BEGINNING,
+    )
     run.samples = read.answered
     held_out = f", {len(read.val)} to validate on" if run.config.data.val_jsonl else ""
     return f"{len(read.train)} samples to train on{held_out}"
@@ -243,8 +245,8 @@ def check_backend(
     if rollout.backend != "colocate":
         return None
     processes = learner_processes(environment)
-    here = environment.get("LOCAL_WORLD_SIZE", str(processes))
-    if here != str(processes):
+    here = int(environment.get("LOCAL_WORLD_SIZE", processes))
+    if here != processes:
         raise ContractError(
             "rollout_matching.vllm.mode",
             f"colocate, and {here} of {processes} learner processes run on this machine",
@@ -262,14 +264,8 @@ def check_backend(
 
 
 def learner_processes(environment: Mapping[str, str]) -> int:
-    """Return the number of learner processes, which torchrun sets.
-
-    Raises ContractError for a WORLD_SIZE that is no number.
-    """
-    count = environment.get("WORLD_SIZE", "1")
-    if not count.isdecimal() or count == "0":
-        raise ContractError("WORLD_SIZE", f"{count!r} is no number of processes", "Unset it")
-    return int(count)
+    """Return the number of learner processes, which torchrun sets."""
+    return int(environment.get("WORLD_SIZE", "1"))
 
 
 def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
@@ -284,9 +280,9 @@ def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> 
                 f"the learner was launched with {library}, which its YAML says nothing of",
                 "Launch with torchrun; training.data_parallel: fsdp2 shards the model",
             )
-    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     seen = visible_gpus(environment, gpus)
-    if seen and local.isdecimal() and int(local) > len(seen):
+    if seen and local > len(seen):
         raise ContractError(
             CUDA_VISIBLE,
             f"{len(seen)} GPUs are visible to {local} learner processes on this machine",
