@@ -212,6 +212,23 @@ Empty = Annotated[
 ]
 
 
+# By section of a variant: what to write if it is missing; what to do beside removing it.
+_OF_VARIANT = {
+    "stage2_ab": (
+        "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline",
+        "and declare the objective in rollout_matching.pipeline",
+    ),
+    "group_relative": (
+        "State group_size, advantage and reward",
+        "or use custom.trainer_variant: stage2_group_relative",
+    ),
+    "pipeline": (
+        "Declare the objective and the diagnostics modules",
+        "and declare the objective in stage2_ab.pipeline",
+    ),
+}
+
+
 class Config(StrictModel):
     """A training YAML: every key with its default, and the rules between sections."""
 
@@ -288,34 +305,31 @@ class Config(StrictModel):
         """Whether polygons are trained and predicted beside boxes (RES-02)."""
         return VARIANTS[self.custom.trainer_variant].polygons
 
-    @field_validator("stage2_ab")
+    @field_validator("stage2_ab", "group_relative", "rollout_matching")
     @classmethod
-    def _check_stage2_ab(
-        cls, section: Stage2ABConfig | None, info: ValidationInfo
-    ) -> Stage2ABConfig | None:
-        do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
-        instead = "and declare the objective in rollout_matching.pipeline"
-        _require_for_variant(info, "stage2_ab", section is not None, do, instead)
-        return section
-
-    @field_validator("group_relative")
-    @classmethod
-    def _check_group_relative(
-        cls, section: GroupRelativeConfig | None, info: ValidationInfo
-    ) -> GroupRelativeConfig | None:
-        do = "State group_size, advantage and reward"
-        instead = "or use custom.trainer_variant: stage2_group_relative"
-        _require_for_variant(info, "group_relative", section is not None, do, instead)
-        return section
+    def _check_variant(cls, section: Any, info: ValidationInfo) -> Any:
+        """Refuse a section that the variant requires and lacks, or does not have."""
+        custom: CustomConfig | None = info.data.get("custom")
+        if custom is None:  # it has errors itself
+            return section
+        key = "pipeline" if isinstance(section, RolloutMatchingConfig) else ""
+        name, variant = key or str(info.field_name), custom.trainer_variant
+        declared = (section.pipeline if key else section) is not None
+        if declared == (name in VARIANTS[variant].sections):
+            return section
+        do, instead = _OF_VARIANT[name]
+        if declared:
+            found = f"is given, and custom.trainer_variant is {variant}"
+            raise Refusal(found, f"Remove it, {instead}", key)
+        found = f"this key is required and missing with custom.trainer_variant: {variant}"
+        raise Refusal(found, do, key)
 
     @field_validator("rollout_matching")
     @classmethod
-    def _check_rollout_matching(
+    def _share_answer_format(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        do = "Declare the objective and the diagnostics modules"
-        instead, declared = "and declare the objective in stage2_ab.pipeline", section.pipeline
-        _require_for_variant(info, "pipeline", declared is not None, do, instead, "pipeline")
+        """Give the repeat guard the answer format of the run."""
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None:
             return section
@@ -455,26 +469,6 @@ class Config(StrictModel):
             found = "is true, and without channel A there is nothing to run while rollouts are late"
             do = "Set it to false, or use custom.trainer_variant: stage2_two_channel"
             yield Refusal(found, do, key)
-
-
-def _require_for_variant(
-    info: ValidationInfo, section: str, declared: bool, do: str, instead: str, key: str = ""
-) -> None:
-    """Raise Refusal for a section that the variant requires and lacks, or does not have.
-
-    do: what to write if it is missing. instead: what to do beside removing it.
-    """
-    custom: CustomConfig | None = info.data.get("custom")
-    if custom is None:  # it has errors itself
-        return
-    variant = custom.trainer_variant
-    if declared == (section in VARIANTS[variant].sections):
-        return
-    if declared:
-        found = f"is given, and custom.trainer_variant is {variant}"
-        raise Refusal(found, f"Remove it, {instead}", key)
-    found = f"this key is required and missing with custom.trainer_variant: {variant}"
-    raise Refusal(found, do, key)
 
 
 # What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).
