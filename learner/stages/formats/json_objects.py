@@ -19,7 +19,7 @@ from learner.stages.formats.answer_text import (
     lead_in,
     shape_fault,
 )
-from learner.stages.formats.json_scanner import scan_json
+from learner.stages.formats.json_scanner import JsonScanner
 from learner.types import (
     AnswerFault,
     DropReason,
@@ -53,13 +53,13 @@ _DECODER = json.JSONDecoder(
 class JsonFormat(AnswerFormat):
     """The common part of the formats in JSON; a format is a subclass.
 
-    is_list: as in `scan_json`.
+    is_list: as in `JsonScanner`.
     """
 
     is_list: ClassVar[bool]
 
     def scan(self, answer: Answer) -> Scan:
-        return scan_json(answer.tokens.text, is_list=self.is_list)
+        return JsonScanner(answer.tokens.text, self.is_list).scan()
 
     def fault(self, scan: Scan, text: str, objects: Sequence[ParsedObject]) -> AnswerFault | None:
         if scan.open_at is None:

@@ -1,8 +1,8 @@
 r"""Scanner over the text of an answer in JSON: where its entries begin and end.
 
 An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}`, or the list in one,
-`{"objects": [{...}, {...}]}`. `scan_json` reads its text once and keeps the place of everything it
-finds. It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a colon, or a run of
+`{"objects": [{...}, {...}]}`. `JsonScanner` reads its text once and keeps the place of everything
+it finds. It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a colon, or a run of
 anything else; what an entry holds is for the format to judge.
 
     {"object_1": {"desc": "cat", ...}, "object_2": {...}}
@@ -50,15 +50,12 @@ class _Next(Enum):
     REST_OF_VALUE = auto()
 
 
-def scan_json(text: str, *, is_list: bool) -> Scan:
-    """Find the entries of an answer; `open_at` is None if it does not begin like one.
+class JsonScanner:
+    """Finds the entries of an answer.
 
     is_list: the entries are the items of `{"objects": [...]}`, not the values of an object.
     """
-    return _Scanner(text, is_list).scan()
 
-
-class _Scanner:
     def __init__(self, text: str, is_list: bool) -> None:
         self._text = text
         self._is_list = is_list
@@ -70,6 +67,7 @@ class _Scanner:
         self._stopped = False
 
     def scan(self) -> Scan:
+        """Return the entries; `open_at` is None if the answer does not begin like one."""
         opening = (_LIST_HEAD if self._is_list else _FIRST_BRACE).match(self._text)
         if opening is None:
             return self._found
