@@ -1,5 +1,6 @@
 """`learner init`, `doctor`, `estimate`, `preflight` and `export`: before and after a run."""
 
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,9 +9,9 @@ import typer
 from rich.console import Console
 
 from learner.commands.config import ConfigFile, ConfigOption, Json, NewFolder, only_config
-from learner.distributed.waiting import use_passive_wait
+from learner.distributed.waiting import reporting_waits, use_passive_wait
 from learner.runs.atomic_files import require_free
-from learner.runs.console import showing_waits
+from learner.runs.console import tell
 from shared_contracts.cli import RUN_FAILED
 from shared_contracts.errors import ContractErrors
 
@@ -82,7 +83,7 @@ def doctor(
     from learner.data.show import print_tables
     from learner.operate.doctor.run import as_json, examine, failed, summary, table
 
-    with showing_waits(Console(stderr=True)):
+    with reporting_waits(partial(tell, Console(stderr=True))):
         findings = list(examine(parsed, push=push))
     if json:
         typer.echo(as_json(findings))

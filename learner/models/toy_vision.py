@@ -42,6 +42,8 @@ KIND_WEIGHT = 3.0
 # Steps between reports of the losses.
 REPORT_EVERY = 100
 
+_DO = "Give scenes of one toy world"
+
 
 class Losses(NamedTuple):
     """Means over some steps, in nats: of the kind in a cell, and of a coordinate of a box."""
@@ -61,10 +63,11 @@ def pretrain_vision(
 ) -> None:
     """Write the checkpoint `model` to `out` with a pretrained vision tower, otherwise unchanged.
 
-    samples: of one square image each, all of one size, with boxes. steps: of `BATCH` samples each.
+    samples: of square images of one size, with boxes. steps: of `BATCH` samples each.
     report: called with the number of the step and the losses since the previous call.
 
-    Raises ContractError for a model of another family, and if `out` is not empty.
+    Raises ContractError for a model of another family, for a sample without exactly one image, for
+    images of different sizes, and if `out` is not empty.
     """
     if (family := AutoConfig.from_pretrained(model).model_type) != FAMILY:
         raise ContractError(
@@ -102,9 +105,14 @@ class _Scenes(NamedTuple):
         """merge: patches along a side of a token's cell."""
         patches, grids = [], []
         for sample in samples:
+            if len(sample.images) != 1:
+                found = f"it has {len(sample.images)} images, and pretraining needs one"
+                raise ContractError(sample.sample_id, found, _DO)
             batch = images(images=[open_upright(sample.images[0])], return_tensors="pt")
             patches.append(batch["pixel_values"].half())
             grids.append(batch["image_grid_thw"])
+        if len({tuple(grid.flatten().tolist()) for grid in grids}) > 1:
+            raise ContractError("toy pretrain-vision --data", "images of different sizes", _DO)
         side = int(grids[0][0, 1]) // merge
         descriptions = sorted({each.desc for sample in samples for each in sample.objects})
         kinds = torch.full((len(samples), side, side), len(descriptions))

@@ -244,14 +244,19 @@ def plan_launch(
 
 def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
     """Return the servers of the config; raise ContractError for a run that uses none."""
-    rollout = config.rollout_matching
-    if rollout.backend != "server" or not generates(config):
+    if not generates(config):
         raise ContractError(
-            "rollout_matching.vllm.mode",
-            f"the backend is {rollout.backend}, or the run requests no rollouts, and `learner "
-            "launch` starts servers",
-            "Use `learner train`, or torchrun with it; or set rollout_matching.vllm.mode to server "
-            "and stage2_ab.schedule.b_ratio above 0",
+            "stage2_ab.schedule.b_ratio",
+            "0 without evaluation: this run requests no rollouts, and needs no server",
+            "Use `learner train`, or torchrun with it",
+        )
+    rollout = config.rollout_matching
+    if rollout.backend != "server":
+        key = "rollout_backend" if rollout.backend == "hf" else "vllm.mode"
+        raise ContractError(
+            f"rollout_matching.{key}",
+            f"{rollout.backend}, and `learner launch` starts servers",
+            "Set rollout_matching.vllm.mode to server and name them, or use `learner train`",
         )
     assert rollout.vllm.server is not None, "checked with the config"
     return rollout.vllm.server.servers

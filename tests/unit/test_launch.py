@@ -222,7 +222,8 @@ def config_port(config: Config, index: int, key: str = "base_url") -> int:
 @pytest.mark.parametrize(
     ("sections", "where"),
     [
-        ({"stage2_ab": {"schedule": {"b_ratio": 0.0}}}, "rollout_matching.vllm.mode"),
+        ({"stage2_ab": {"schedule": {"b_ratio": 0.0}}}, "stage2_ab.schedule.b_ratio"),
+        ({"rollout_matching": {"rollout_backend": "hf"}}, "rollout_matching.rollout_backend"),
         (
             {"rollout_matching": {"vllm": {"mode": "colocate", "server": None}}},
             "rollout_matching.vllm.mode",

@@ -1,5 +1,7 @@
 """Pretraining of a toy vision tower: it learns where objects are, and nothing else changes."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,9 +72,18 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     assert str(out) in str(again.exception)
 
 
-def test_a_model_of_another_family_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    plain, other = scenes(tmp_path / "plain"), tmp_path / "other"
+def test_scenes_and_models_that_it_cannot_use_are_refused_and_nothing_is_left(
+    model: Path, tmp_path: Path
+) -> None:
+    plain, crowded = scenes(tmp_path / "plain"), scenes(tmp_path / "crowded", "crowded")
+    other = tmp_path / "other"
     make_model(other, seed=0, family="qwen2_5_vl")
-    with pytest.raises(ContractError, match="is a qwen2_5_vl"):
-        pretrain_vision(other, plain, tmp_path / "out", 1, 0, lambda *_: None)
-    assert not (tmp_path / "out").exists()
+    two = replace(plain[0], images=plain[0].images + plain[1].images)
+    for used, samples, found in (
+        (model, [*plain, *crowded], "images of different sizes"),
+        (model, [plain[1], two], f"{two.sample_id}: it has 2 images"),
+        (other, plain, "is a qwen2_5_vl"),
+    ):
+        with pytest.raises(ContractError, match=re.escape(found)):
+            pretrain_vision(used, samples, tmp_path / "out", 2, 0, silent)
+        assert not (tmp_path / "out").exists()
