@@ -7,20 +7,19 @@ import hashlib
 import io
 import os
 import struct
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
-from rich.progress import track
 
 from learner.data.files import DataProblem
+from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.runs.console import tell
 from learner.types import Sample
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
@@ -30,8 +29,8 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 # EXIF orientations that exchange width and height.
 _TRANSPOSED = (5, 6, 7, 8)
 _REORIENTED = (2, 3, 4, *_TRANSPOSED)
-# Images of a thread between two updates of the progress, and seconds between two lines of it.
-_AT_ONCE, _EVERY_S = 25, 10.0
+# Images that a thread takes at once.
+_CHUNK = 16
 # PNG chunks that may hold an orientation.
 _ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
@@ -130,22 +129,13 @@ def inspect_image(path: Path, *, decode: bool = False) -> ImageResult:
 
 
 def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> list[ImageResult]:
-    """Inspect images in threads.
-
-    Process 0 shows a bar on a terminal, else a line every 10 s, on stderr.
-    """
-    shown = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    """Inspect images in threads; process 0 shows the progress on stderr."""
+    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     results: list[ImageResult] = []
-    threads = os.cpu_count() or 1
-    at_once, last = _AT_ONCE * threads, time.monotonic()
-    bar = partial(track, console=shown, transient=True, disable=not shown.is_terminal)
-    with ThreadPoolExecutor(threads) as pool:
-        for start in bar(range(0, len(paths), at_once), "Images"):
-            some = paths[start : start + at_once]
-            results += pool.map(partial(inspect_image, decode=decode), some)
-            if not shown.is_terminal and time.monotonic() - last >= _EVERY_S:
-                tell(shown, f"Looked at {len(results)} of {len(paths)} images")
-                last = time.monotonic()
+    waiting = waiting_for("images to be read", lambda: f"{len(results)} of {len(paths)}")
+    with ThreadPool() as pool, reporting_waits(partial(tell, console)), waiting:
+        for result in pool.imap(partial(inspect_image, decode=decode), paths, _CHUNK):
+            results.append(result)  # one by one, for the progress
     return results
 
 
