@@ -3,16 +3,16 @@
 The constants of this module are the thresholds of findings.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally, count_rows
-from learner.analysis.report.run_view import RunView, mean, points_of
-from learner.runs.console import counted, fraction, score
+from learner.analysis.report.run_view import RunView, mean
+from learner.runs.console import counted, fraction
 from learner.runs.declared import ANSWER_FAULTS, DROPS
 
-Weight = Literal["bad", "look", "good"]
+Weight = Literal["bad", "look"]
 
 B = "stage2_ab/channel_b/"
 GUARD = "rollout/repeat_terminate_triggered_sequences"
@@ -32,21 +32,15 @@ class Finding:
 
 
 def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
-    """Return all findings: bad ones, then those to look at, then good ones.
+    """Return all findings: bad ones, then those to look at.
 
     unreadable: number of unreadable images of the shown answers.
     """
-    found = [
-        *_failures(run),
-        *_drops(run, tally),
-        *_answers(run, tally),
-        *_scores(run),
-    ]
+    found = [*_failures(run), *_drops(run, tally), *_answers(run, tally)]
     if unreadable:
         text = f"{counted(unreadable, 'image')} of the answers shown cannot be read any more"
         found.append(Finding("look", text, "gallery"))
-    weights: Sequence[Weight] = ("bad", "look", "good")
-    return sorted(found, key=lambda finding: weights.index(finding.weight))
+    return sorted(found, key=lambda finding: finding.weight != "bad")
 
 
 def dropped_objects(run: RunView) -> list[Counted]:
@@ -114,17 +108,3 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
         yield Finding("look", text, "gallery")
     if ended := run.total(GUARD):
         yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "gallery")
-
-
-def _scores(run: RunView) -> Iterator[Finding]:
-    scores = points_of(run.evaluations, "eval/f1")
-    known = [(value, step) for step, value in scores if value is not None]
-    if len(known) < 2:
-        return
-    best, step = max(known)
-    last = known[-1][0]
-    if last < best:
-        text = f"The best F1 was {score(best)} at step {step}; the last is {score(last)}"
-        yield Finding("look", text, "evaluations")
-    elif best > 0:
-        yield Finding("good", f"The last F1, {score(last)}, is the best", "evaluations")
