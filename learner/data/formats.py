@@ -4,8 +4,9 @@ read_other       a file or folder -> `Source`
 write_other      a data file -> a file or folder
 """
 
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from learner.data import voc, yolo
@@ -18,6 +19,7 @@ from learner.data.jsonl import DataFile
 from learner.data.records import Account, Rule, Source
 from learner.runs.atomic_files import publish_directory, publish_text, writing
 from learner.types import GeometryKind, Sample
+from shared_contracts.strict_model import shown
 
 
 def read_other(
@@ -41,13 +43,12 @@ def write_other(
 ) -> Account:
     """Write a data file, with one image a sample, in another format; return the account.
 
-    images: base of image names; yolo and voc get copies of the images, with numbers before their
-    names.
+    images: base of image names; yolo and voc get copies of the images.
 
     Raises ContractErrors: all problems of the data file, each at `file:line`.
     """
     file, account, polygons = DataFile(source, allow_poly=True), Account(), geometry == "poly"
-    results = inspect_samples(file.samples)
+    results, names = inspect_samples(file.samples), _names_of_images(file.samples)
     for sample in file.samples:
         file.findings += image_problems(sample, results)
         if len(sample.images) > 1:
@@ -60,8 +61,9 @@ def write_other(
         others = sum(item.shape.kind != geometry for item in sample.objects)
         if form in ("yolo", "voc", "ms-swift"):
             account.note(Rule.BOXES if polygons else Rule.POLYGONS, sample.sample_id, others)
+    if form in ("yolo", "voc"):
+        file.findings += _name_faults(file.samples, names, xml=form == "voc")
     samples = file.valid_samples()
-    names = [f"{number:06d}_{each.images[0].name}" for number, each in enumerate(samples, start=1)]
     if form == "yolo":
         _publish_folder(out, samples, names, yolo.IMAGES, yolo.yolo_texts(samples, names, polygons))
     elif form == "voc":
@@ -92,3 +94,28 @@ def _publish_folder(
         (part / images).mkdir(parents=True)
         for sample, name in zip(samples, names, strict=True):
             shutil.copyfile(sample.images[0], part / images / name)
+
+
+def _names_of_images(samples: Sequence[Sample]) -> list[str]:
+    """Return names for one flat folder: the path below the common folder, as `day_a.jpg`."""
+    paths = [Path(os.path.normpath(sample.images[0])) for sample in samples]
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    return ["_".join(path.relative_to(root).parts) for path in paths]
+
+
+def _name_faults(
+    samples: Sequence[Sample], names: Sequence[str], xml: bool
+) -> Iterator[DataProblem]:
+    """Yield samples with equal label file names, and descriptions that XML cannot contain."""
+    first: dict[str, Sample] = {}
+    for sample, name in zip(samples, names, strict=True):
+        earlier = first.setdefault(Path(name).stem, sample)
+        if earlier is not sample:
+            found = f"image {sample.images[0]} has the name of that of {earlier.sample_id}"
+            do = "Give images names of their own, also without suffix, and one line each."
+            yield DataProblem("same name", sample.sample_id, found, do)
+        for index, item in enumerate(sample.objects if xml else ()):
+            if voc.NOT_XML.search(item.desc):
+                found = f"objects[{index}].desc {shown(item.desc)} cannot be written as XML"
+                do = "Remove control characters, and space at its ends."
+                yield DataProblem("description", sample.sample_id, found, do)

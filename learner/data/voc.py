@@ -10,6 +10,7 @@ Pixels count from 1, and `xmax` is inclusive: `xmin` 1 and `xmax` 640 span an im
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -23,6 +24,8 @@ from shared_contracts.errors import ContractError
 
 IMAGES = "JPEGImages"
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
+# Text that XML cannot contain, or does not keep.
+NOT_XML = re.compile(r"^\s|\s$|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def read_voc(path: Path, split: str | None, images: Path | None) -> Source:

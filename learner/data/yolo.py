@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -32,6 +31,11 @@ from shared_contracts.strict_model import shown
 
 IMAGES = "images/train"
 _SPLITS = ("train", "val", "test")
+# Image suffixes of Ultralytics. Images in formats that Rollmatch cannot decode are counted.
+_SUFFIXES = (
+    *(".avif", ".bmp", ".dng", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpeg2000"),
+    *(".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"),
+)
 # Largest excess over 0 to 1 of a fraction that counts as rounding.
 _ROUNDING = 0.01
 
@@ -118,8 +122,7 @@ def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[
 def _of_folder(folder: Path) -> Iterator[Path]:
     """Yield images sorted by path; then a missing image for each label file without one."""
     folder = Path(os.path.normpath(folder.absolute()))
-    suffixes = Image.registered_extensions()  # those that Rollmatch cannot decode are counted
-    images = sorted(p for p in folder.rglob("*") if p.suffix.lower() in suffixes)
+    images = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
     yield from images
     labels = _labels_of(folder / "any").parent
     for file in sorted({*labels.rglob("*.txt")}.difference(map(_labels_of, images))):
@@ -175,7 +178,7 @@ def yolo_texts(samples: Sequence[Sample], names: Sequence[str], polygons: bool) 
     texts = {DATA_YAML: dump_mapping({"train": IMAGES, "val": IMAGES, "names": classes})}
     for sample, name in zip(samples, names, strict=True):
         lines = (
-            " ".join([str(numbers[o.desc]), *(f"{v:.8g}" for v in _fractions(o.shape, polygons))])
+            " ".join([str(numbers[o.desc]), *map(_decimal, _fractions(o.shape, polygons))])
             for o in sample.objects
         )
         texts[f"labels/train/{Path(name).stem}.txt"] = "".join(f"{line}\n" for line in lines)
@@ -190,3 +193,7 @@ def _fractions(shape: Shape, polygons: bool) -> list[float]:
         return [decode_bin(k) for k in shape.coords]
     x1, y1, x2, y2 = (decode_bin(k) for k in bounding_box(shape))
     return [x1, y1, x2, y1, x2, y2, x1, y2]
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.8f}".rstrip("0").rstrip(".")

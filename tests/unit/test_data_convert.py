@@ -49,8 +49,8 @@ def there_and_back(source: Path, form: str, folder: Path, *, geometry: str = "bb
     return back
 
 
-def shapes(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.width, s.height, s.objects) for s in samples]
+def by_image(samples: list[Sample]) -> dict[str, tuple[Any, ...]]:
+    return {s.images[0].name: (s.width, s.height, s.objects) for s in samples}
 
 
 BINS = st.integers(0, 999)
@@ -93,7 +93,7 @@ def test_boxes_come_back_bin_for_bin(
     source = data_file(folder, drawn)
     back = there_and_back(source, form, folder)
     read = [read_samples(file, allow_poly=False) for file in (source, back)]
-    assert shapes(read[1]) == shapes(read[0])
+    assert by_image(read[1]) == by_image(read[0])
     shutil.rmtree(folder)
 
 
@@ -106,7 +106,7 @@ def test_polygons_come_back_bin_for_bin(
     source = data_file(folder, [((640, 480), [{"desc": "cat", "poly": p} for p in polygons])])
     back = there_and_back(source, form, folder, geometry="poly")
     read = [read_samples(file, allow_poly=True) for file in (source, back)]
-    assert shapes(read[1]) == shapes(read[0])
+    assert by_image(read[1]) == by_image(read[0])
     shutil.rmtree(folder)
 
 
@@ -334,15 +334,16 @@ def test_every_problem_of_a_data_file_is_told_before_anything_is_written(tmp_pat
     (tmp_path / "text.png").write_text("no image")
     source = write_lines(
         tmp_path / "d.jsonl",
-        line("x/a.png", box("cat", 1, 2, 30, 40)),
+        line("x/a.png", box("cat\u0001", 1, 2, 30, 40)),
         line("gone.png"),
         line("text.png"),
         line("y/a.png", size=(9, 9)),
+        line("x/a.png"),
         line("y/a.png") | {"images": ["y/a.png", "x/a.png"]},
         "{",
     )
     found = refused("--to", "voc", source, tmp_path / "set")
-    assert [int(where.rpartition(":")[2]) for where, _ in found] == [2, 3, 4, 5, 6]
+    assert [int(where.rpartition(":")[2]) for where, _ in found] == [1, 2, 3, 4, 5, 6, 6, 7]
     assert not (tmp_path / "set").exists()
     assert not (tmp_path / "set.part").exists()
 
@@ -355,9 +356,9 @@ def test_folders_keep_images_of_one_name_apart(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "d.jsonl", *lines)
     convert("--to", "yolo", source, tmp_path / "yolo")
     convert("--to", "voc", source, tmp_path / "voc")
-    for path in ("images/train/000001_a.png", "labels/train/000002_a.txt"):
+    for path in ("images/train/day_a.png", "labels/train/night_images_a.txt"):
         assert (tmp_path / "yolo" / path).is_file()
-    for path in ("JPEGImages/000001_a.png", "Annotations/000002_a.xml"):
+    for path in ("JPEGImages/day_a.png", "Annotations/night_images_a.xml"):
         assert (tmp_path / "voc" / path).is_file()
 
 
@@ -374,8 +375,7 @@ def test_polygons_become_boxes_where_a_format_has_none_and_are_counted(
     convert("--to", "yolo", "--geometry", "poly", source, tmp_path / "yolo")
     assert "1  boxes    polygons written" in capsys.readouterr().out
     words = [
-        text.split()
-        for text in (tmp_path / "yolo/labels/train/000001_a.txt").read_text().splitlines()
+        text.split() for text in (tmp_path / "yolo/labels/train/a.txt").read_text().splitlines()
     ]
     assert [len(row) for row in words] == [7, 9]
 
