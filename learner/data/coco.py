@@ -35,13 +35,14 @@ def read_coco(path: Path, folder: Path | None) -> Source:
 
     An annotation without a box gets the bounding box of its polygons or mask.
 
-    Raises ContractError for another kind of file, and for repeated ids of images or categories.
+    Raises ContractError for another kind of file, for repeated ids of images or categories, and
+    for unknown category ids in LVIS lists.
     """
     images, annotations, categories = _sections(path)
     names = {_id(each): each.get("name") for each in categories}
     account, ids, of_image = Account(), set[Any](), dict[Any, SourceImage]()
     for image in images:
-        picture = _picture(image, names)
+        picture = _picture(str(path), image, names)
         if picture is None:
             account.note(Rule.BAD_IMAGE, shown(image))
         else:
@@ -104,7 +105,7 @@ def _id(record: dict[str, Any], key: str = "id") -> Id | None:
     return value if isinstance(value, int | str) else None
 
 
-def _picture(image: dict[str, Any], names: dict[Any, Any]) -> SourceImage | None:
+def _picture(where: str, image: dict[str, Any], names: dict[Any, Any]) -> SourceImage | None:
     """Return a picture; without `file_name` (LVIS), folder and file come from `coco_url`."""
     name, id = image.get("file_name"), _id(image)
     if name is None and isinstance(url := image.get("coco_url"), str):
@@ -115,9 +116,14 @@ def _picture(image: dict[str, Any], names: dict[Any, Any]) -> SourceImage | None
     size = (width, height) if is_side(width) and is_side(height) else None
     picture = SourceImage(id, name.replace("\\", "/"), size)
     for key, of_ids in LVIS_LISTS.items():
-        if isinstance(ids := image.get(of_ids), list):
-            named = (names.get(each) for each in ids if isinstance(each, int | str))
-            picture.metadata[key] = [normalized(name) for name in named if is_description(name)]
+        if not isinstance(ids := image.get(of_ids), list):
+            continue
+        if unknown := [i for i in ids if not isinstance(i, int | str) or i not in names]:
+            found = f"{shown(unknown)} are ids of no category"
+            do = "Remove them, or list the categories."
+            raise ContractError(f"{where}: {of_ids} of image {id}", found, do)
+        named = (names[each] for each in ids)
+        picture.metadata[key] = [normalized(name) for name in named if is_description(name)]
     return picture
 
 

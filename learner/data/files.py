@@ -8,6 +8,7 @@ write_lines                 publishes JSONL
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -109,15 +110,20 @@ def parse_line(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, do: str = _ONE_OBJECT) -> Any:
-    """Return the value of JSON text; raises `DataProblem`."""
+    """Return the value of JSON text; raises `DataProblem`, also for keys that are given twice."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        detail = f"{error.msg} at character {error.pos + 1}"
-    except (RecursionError, ValueError):  # more digits than int() accepts
-        detail = "nested too deeply, or a number is too long"
-    start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
-    raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
+        return json.loads(text, object_pairs_hook=_unique)
+    except (RecursionError, ValueError) as error:
+        start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
+        raise DataProblem("not JSON", where, f"not JSON ({error}): {start}", do) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        [(key, times)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(key)} is given {times} times in one object")
+    return record
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

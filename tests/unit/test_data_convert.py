@@ -325,6 +325,9 @@ def test_the_lists_of_lvis_pass_through_the_data_file(tmp_path: Path) -> None:
     assert [names[n] for n in image["not_exhaustive_category_ids"]] == ["b"]
     counts = {c["name"]: (c["frequency"], c["image_count"]) for c in document["categories"]}
     assert counts == {"a": ("r", 0), "b": ("r", 1), "d": ("r", 0)}
+    source.write_text(json.dumps(lvis({"neg_category_ids": [9]})))
+    found = refused("--from", "lvis", source, tmp_path / "o.jsonl")
+    assert found == [(f"{source}: neg_category_ids of image 7", "[9] are ids of no category")]
 
 
 def test_every_problem_of_a_data_file_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -345,6 +345,7 @@ EMPTY = {"images": [image(1)], "annotations": [], "categories": []}
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("\udcff", "it cannot be read"),
+        ('{"annotations": [1], "annotations": []}', 'the key "annotations" is given 2 times'),
         (None, "there is no such file"),
     ],
 )

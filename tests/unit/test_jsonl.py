@@ -163,11 +163,13 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ('{"images": [', "not JSON (Expecting value at character 13): {"),
+        ('{"images": [', "not JSON (Expecting value: line 1 column 13 (char 12)): {"),
         ("", "the line is empty"),
         ("[1]", "[1] is no JSON object"),
-        ("[" * 100_000, "not JSON (nested too deeply, or a number is too long)"),
-        ("9" * 5_000, "not JSON (nested too deeply, or a number is too long)"),
+        ("[" * 100_000, "not JSON (maximum recursion depth exceeded"),
+        ("9" * 5_000, "not JSON (Exceeds the limit (4300 digits)"),
+        ('{"width": 1, "width": 1}', 'not JSON (the key "width" is given 2 times in one object)'),
+        ('{"metadata": {"a": [{"b": 1, "b": 2}]}}', 'not JSON (the key "b" is given 2 times'),
     ],
 )
 def test_a_line_that_is_no_json_object_is_refused(tmp_path: Path, line: str, found: str) -> None:
