@@ -20,8 +20,8 @@ from learner.distributed.waiting import waiting_for
 from learner.operate.torchrun import SHUTDOWN_S
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.server_process import PAUSES_S, ServerProcess, SupervisedServer
-from shared_contracts.cli import BAD_INPUT, RUN_FAILED
-from shared_contracts.errors import ContractError, RunError
+from shared_contracts.cli import RUN_FAILED
+from shared_contracts.errors import RunError
 
 Tell = Callable[[str], object]
 
@@ -91,8 +91,8 @@ def launch(
     a line. pauses_s: of `SupervisedServer`.
 
     Raises:
-        ContractError: a server ended at its start because of bad input.
-        RunError: a server did not become ready, or failed for good.
+        ContractError: a server ended at its start, or did not become ready.
+        RunError: a server failed for good.
     """
     signals, processes = StopSignals(), list[ServerProcess]()
     running: Sequence[ServerProcess | SupervisedServer] = processes
@@ -101,8 +101,14 @@ def launch(
             processes.append(start())
         _wait_until_ready(processes, signals, tell)
         running = servers = [
-            SupervisedServer(start, START_S, pauses_s, first=process, name=_name(process))
-            for start, process in zip(starts, processes, strict=True)
+            SupervisedServer(
+                start,
+                START_S,
+                pauses_s,
+                first=first,
+                name=f"the rollout server at {first.base_url}",
+            )
+            for start, first in zip(starts, processes, strict=True)
         ]
         tell("Starting the learner")
         return _run_learner(learner(), servers, signals, tell)
@@ -143,16 +149,11 @@ def _run_learner(
         learner.wait()
 
 
-def _name(server: ServerProcess) -> str:
-    return f"the rollout server at {server.base_url}"
-
-
 def _wait_until_ready(servers: Sequence[ServerProcess], signals: StopSignals, tell: Tell) -> None:
     """Wait until every server accepts pushes.
 
     Raises:
-        ContractError: a server ended because of bad input.
-        RunError: a server ended or was not ready in time; the message has its last lines.
+        ContractError: a server ended or was not ready in time; the message has its last lines.
         StopRequested: a signal arrived.
     """
     began, waiting, reason = time.monotonic(), list(servers), ""
@@ -161,22 +162,14 @@ def _wait_until_ready(servers: Sequence[ServerProcess], signals: StopSignals, te
             signals.pause()
             for server in servers:
                 if (code := server.code()) is not None:
-                    raise _not_ready(server, f"it ended with code {code}", code)
+                    raise server.failure(f"it ended with code {code}")
             passed, server = time.monotonic() - began, waiting[0]
             try:
                 RolloutClient(server.base_url, _CALL_S).check_pushable()
             except SERVER_ERRORS as error:
                 reason = str(error)
                 if passed > START_S:
-                    raise _not_ready(
-                        server, f"not ready within {START_S:g} s ({reason})"
-                    ) from error
+                    raise server.failure(f"not ready within {START_S:g} s ({reason})") from error
                 continue
             tell(f"Ready after {passed:.0f} s: {server.base_url}")
             waiting.pop(0)
-
-
-def _not_ready(server: ServerProcess, found: str, code: int = RUN_FAILED) -> Exception:
-    if code == BAD_INPUT:
-        return ContractError(_name(server), found, server.log_tail())
-    return RunError(f"{_name(server)}: {found}. {server.log_tail()}")

@@ -116,9 +116,9 @@ class ServerProcess:
             except SERVER_ERRORS as error:
                 if waited_s > timeout_s:
                     found = f"it was not ready within {timeout_s:.0f} s ({error})"
-                    raise self._failure(found) from error
+                    raise self.failure(found) from error
             if (code := self._process.poll()) is not None:
-                raise self._failure(f"it ended with code {code}")
+                raise self.failure(f"it ended with code {code}")
 
     def code(self) -> int | None:
         """Return its exit code; None while it runs."""
@@ -144,7 +144,7 @@ class ServerProcess:
         lines = text.splitlines()[-_LOG_TAIL_LINES:]
         return f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines)
 
-    def _failure(self, found: str) -> ContractError:
+    def failure(self, found: str) -> ContractError:
         return ContractError(f"the rollout server at {self.base_url}", found, self.log_tail())
 
 
