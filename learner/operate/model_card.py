@@ -12,8 +12,6 @@ from learner.runs.resume import data_digest
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 
 _CARD = "README.md"
-# Config keys with addresses of machines, or with free content.
-_PRIVATE = (("rollout_matching", "vllm", "server"), ("custom", "extra"))
 
 
 def write_model_card(checkpoint: Path, folder: Path) -> None:
@@ -43,6 +41,8 @@ def _sections(run: RunFolder, checkpoint: SavedCheckpoint) -> Iterator[str]:
     yield from _scores(run, checkpoint.manifest.step)
     yield "## Config\n"
     yield "Paths have their last part alone. Addresses of servers are left out.\n"
+    config["rollout_matching"]["vllm"].pop("server", None)
+    config["custom"].pop("extra", None)  # free content
     yield f"```yaml\n{dump_mapping(_public(config))}```\n"
     yield from _versions(run.facts())
 
@@ -99,17 +99,11 @@ def _versions(facts: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without private keys, and with file names instead of paths."""
-
-    def public(value: Any, at: tuple[str, ...]) -> Any:
-        if isinstance(value, dict):
-            below = {key: public(each, (*at, key)) for key, each in value.items()}
-            return {key: each for key, each in below.items() if (*at, key) not in _PRIVATE}
-        if isinstance(value, list):
-            return [public(each, at) for each in value]
-        is_path = isinstance(value, str) and value.startswith("/") and "\n" not in value
-        return Path(value).name if is_path else value
-
-    result: dict[str, Any] = public(config, ())
-    return result
+def _public(value: Any) -> Any:
+    """Return a part of a config with file names instead of paths."""
+    if isinstance(value, dict):
+        return {key: _public(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_public(each) for each in value]
+    is_path = isinstance(value, str) and value.startswith("/") and "\n" not in value
+    return Path(value).name if is_path else value
