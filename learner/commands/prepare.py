@@ -81,7 +81,7 @@ def doctor(
     parsed = load_config(only_config(file, config))
     use_passive_wait()
     from learner.data.show import print_tables
-    from learner.operate.doctor.run import as_json, examine, failed, summary, table
+    from learner.operate.doctor.run import as_json, examine, failed, table
 
     with reporting_waits(partial(tell, Console(stderr=True))):
         findings = list(examine(parsed, push=push))
@@ -89,7 +89,6 @@ def doctor(
         typer.echo(as_json(findings))
     else:
         print_tables([table(findings)])
-        typer.echo(summary(findings))
     if failed(findings):
         raise typer.Exit(RUN_FAILED)
 

@@ -87,7 +87,7 @@ def check_use(visible: Sequence[int], use: GpuUse | None) -> str:
     faults = [] if use is None else use.faults(visible)
     if used := [ContractError(f"GPU {index}", found, do) for index, found in faults]:
         raise Caution(used)
-    return f"GPU {_numbers(visible)}"
+    return f"GPU {', '.join(map(str, visible))}"
 
 
 def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[str, Info]) -> str:
@@ -132,7 +132,3 @@ def _public(number: str | None) -> str | None:
 
 def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in versions.items())
-
-
-def _numbers(gpus: Sequence[int]) -> str:
-    return ", ".join(map(str, gpus))

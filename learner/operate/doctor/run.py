@@ -5,7 +5,6 @@ that needs the result of a failed check is `skipped`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -69,11 +68,6 @@ def table(findings: Sequence[CheckResult]) -> Table:
     return Table("", ("", "", ""), rows)
 
 
-def summary(findings: Sequence[CheckResult]) -> str:
-    counts = Counter(finding.status for finding in findings)
-    return ", ".join(f"{counts[status]} {status}" for status in _STYLES)
-
-
 def as_json(findings: Sequence[CheckResult]) -> str:
     """Return `{"failed": ..., "findings": [{check, about, status, found, do}, ...]}`."""
     document = {"failed": failed(findings), "findings": [asdict(finding) for finding in findings]}
@@ -99,11 +93,7 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
     disable_progress_bar()
     run, machine, findings = StartUp(config, patience_s=PATIENCE_S), Machine(), list[CheckResult]()
     checks = [*input_checks(run), *weight_checks(run), *machine_checks(run, machine)]
-    if not (generates(config) or push):
-        checks.append(Check("servers", lambda: "the run requests no rollouts"))
-    elif backend != "server":
-        checks.append(Check("servers", lambda: f"none: {backend} needs no server"))
-    else:
+    if push or (generates(config) and backend == "server"):
         checks += [*server_checks(run), *answer_checks(run, machine)]
     if push:
         checks.append(Check("push", lambda: _push(run, findings)))
