@@ -20,7 +20,6 @@ from learner.runs.run_folder import EVALUATIONS, RUN
 from learner.training.checkpoint_checks import check_taught_format
 from learner.training.input_checks import (
     check_backend,
-    check_launcher,
     learner_processes,
     read_data,
 )
@@ -62,7 +61,6 @@ def plan_evaluation(
 
     Raises ContractError at the option, the key, or the line of the data.
     """
-    check_launcher(os.environ)
     if (processes := learner_processes(os.environ)) > 1:
         raise ContractError(
             "WORLD_SIZE",
