@@ -172,8 +172,8 @@ def look(
         Path | None, typer.Option(help="New folder for a page of samples of one data file.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Number of samples on it; --seed chooses them. (16)", min=1)
-    ] = None,
+        int, typer.Option(help="Number of samples on it; --seed chooses them.", min=1)
+    ] = 16,
     seed: Annotated[int, typer.Option(help="The same seed chooses the same samples.")] = 0,
     lines: Annotated[
         str | None, typer.Option(help="Lines of the file to show instead, e.g. 3,17.")
@@ -193,7 +193,7 @@ def look(
             found = f"given with {len(paths)} data files"
             raise ContractError("--out", found, "Name one data file.")
     all_samples = [s for file in paths for s in read_samples(file, allow_poly=True)]
-    chosen = choose_samples(all_samples, lines, samples or 16, seed)
+    chosen = choose_samples(all_samples, lines, samples, seed)
     lengths = None if run is None else lengths_of_run(run)
     print_tables(list(stats_tables(all_samples, lengths, top)))
     if out is None:

@@ -7,7 +7,6 @@ import typer
 
 from learner.commands.config import NewFolder, Seed
 from learner.runs.atomic_files import require_free
-from shared_contracts.errors import ContractError
 
 toy_app = typer.Typer(
     help="Make toy data and a toy model: coloured shapes, a tiny Qwen-VL.", no_args_is_help=True
@@ -57,9 +56,9 @@ def make_model(
         Path | None, typer.Option(help="Add the coordinate tokens to this checkpoint instead.")
     ] = None,
     family: Annotated[
-        Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"] | None,
-        typer.Option(help="Model family of the toy. (qwen3_vl)", show_default=False),
-    ] = None,
+        Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"],
+        typer.Option(help="Model family of the toy."),
+    ] = "qwen3_vl",
     tie: Annotated[
         bool | None,
         typer.Option(
@@ -70,15 +69,11 @@ def make_model(
     ] = None,
 ) -> None:
     """Make a tiny random model with 1000 coordinate tokens."""
-    if expand_vocab is not None and family is not None:
-        raise ContractError(
-            "--family", f"is {family}, beside --expand-vocab", "Leave out one of the two"
-        )
     require_free(out)
     if expand_vocab is None:
         from learner.models import toy
 
-        toy.make_model(out, seed, tie is not False, family or "qwen3_vl")
+        toy.make_model(out, seed, tie is not False, family)
     else:
         from learner.models import coord_tokens as expansion
 

@@ -33,11 +33,11 @@ from learner.data.jsonl import read_samples
 from learner.data.show import Table, print_tables
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
-from learner.models.toy_vision import Losses, pretrain_vision
+from learner.models.toy_vision import pretrain_vision
 from learner.operate.eval_plan import plan_evaluation
 from learner.operate.eval_run import run_evaluation
 from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
-from learner.runs.atomic_files import publish_text, require_free
+from learner.runs.atomic_files import publish_text
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
 from learner.training.input_checks import check_inputs, generates
@@ -108,9 +108,8 @@ def run_demo(
 
     control: also train channel A alone, for the same number of steps.
 
-    Raises ContractError if `folder` is not empty or the server cannot start.
+    Raises ContractError if the server cannot start.
     """
-    require_free(folder)
     disable_progress_bar()
     started = time.monotonic()
     (port,) = free_ports(1)
@@ -122,7 +121,15 @@ def run_demo(
     else:
         make_data(demo.distinct, TRAIN_SCENES, HELD_OUT_SCENES, seed, world="distinct")
         make_model(folder / "random_model", seed)
-        _pretrain(demo, folder / "random_model")
+        demo.begin(f"Pretraining the vision tower, {PRETRAINING_STEPS} steps: {demo.model}")
+        pretrain_vision(
+            folder / "random_model",
+            read_samples(demo.data.train_jsonl, allow_poly=False),
+            demo.model,
+            PRETRAINING_STEPS,
+            seed,
+            lambda step, losses: tell(console, losses.line(step, PRETRAINING_STEPS)),
+        )
     publish_text(folder / SCHEMA, schema_text())
     config = _config(demo, WARMUP, demo.model)
     log = folder / "server.log"
@@ -132,16 +139,6 @@ def run_demo(
     print_tables([_table(rows)])
     _print_end(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
-
-
-def _pretrain(demo: Demo, model: Path) -> None:
-    demo.begin(f"Pretraining the vision tower, {PRETRAINING_STEPS} steps: {demo.model}")
-    samples = read_samples(demo.data.train_jsonl, allow_poly=False)
-
-    def show(step: int, losses: Losses) -> None:
-        tell(demo.console, losses.line(step, PRETRAINING_STEPS))
-
-    pretrain_vision(model, samples, demo.model, PRETRAINING_STEPS, demo.seed, show)
 
 
 def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:

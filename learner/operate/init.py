@@ -41,7 +41,7 @@ from learner.models.load import check_parameters
 from learner.operate.doctor.weights import why_untrained
 from learner.operate.estimate.report import estimate
 from learner.operate.estimate.step import USABLE, gib
-from learner.runs.atomic_files import publish_directory, publish_text, require_free
+from learner.runs.atomic_files import publish_directory, publish_text
 from learner.runs.console import tell
 from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
@@ -189,7 +189,6 @@ def init(options: InitOptions, console: Console) -> None:
 
     Raises ContractError, and writes nothing, for a checkpoint, data or a GPU that cannot train.
     """
-    require_free(options.out)
     disable_progress_bar()
     has_tokens = check_checkpoint(options.model)
     with publish_directory(options.out) as part:
