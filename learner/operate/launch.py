@@ -101,13 +101,7 @@ def launch(
             processes.append(start())
         _wait_until_ready(processes, signals, tell)
         running = servers = [
-            SupervisedServer(
-                start,
-                START_S,
-                pauses_s,
-                first=first,
-                name=f"the rollout server at {first.base_url}",
-            )
+            SupervisedServer(start, START_S, pauses_s, first=first)
             for start, first in zip(starts, processes, strict=True)
         ]
         tell("Starting the learner")

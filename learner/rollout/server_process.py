@@ -154,7 +154,7 @@ class SupervisedServer:
     start: starts the process, each time on the same port.
     start_timeout_s: longest wait for each start.
     clock: measures how long a start was healthy, in seconds.
-    first: a process that was started already, and is healthy. name: in messages.
+    first: a process that was started already, and is healthy.
     """
 
     def __init__(
@@ -164,7 +164,6 @@ class SupervisedServer:
         pauses_s: Sequence[float] = PAUSES_S,
         clock: Callable[[], float] = time.monotonic,
         first: ServerProcess | None = None,
-        name: str = "the colocated rollout server",
     ) -> None:
         """Wait until the first start is healthy, unless it is given.
 
@@ -175,11 +174,11 @@ class SupervisedServer:
         self._start_timeout_s = start_timeout_s
         self._pauses_s = pauses_s
         self._clock = clock
-        self._name = name
         self._stopped = threading.Event()
         self._starting = threading.Lock()  # a start, or the end of all starts
         self._given_up: RunError | None = None
         self._process = first or start()
+        self._name = f"the rollout server at {self._process.base_url}"
         if first is None:
             try:
                 self._process.wait_until_healthy(start_timeout_s)
