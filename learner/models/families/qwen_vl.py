@@ -52,21 +52,17 @@ class QwenImageRule(NamedTuple):
         """Read the rule of a checkpoint; raises ContractError if it has none or another."""
         where, processor = _processor(folder)
         if not str(processor.get("image_processor_type")).startswith("Qwen2VLImageProcessor"):
-            raise _not_of_qwen(
-                where, f"image_processor_type {processor.get('image_processor_type')}"
+            raise ContractError(
+                str(where),
+                f"image_processor_type {processor.get('image_processor_type')}",
+                "Use a model of the Qwen-VL family, whose image rule is implemented",
             )
         size = processor.get("size") or _DEFAULT_SIZE
-        sides = [processor.get("patch_size", 14), processor.get("merge_size", 2)]
-        try:
-            bounds = [
-                processor.get("min_pixels") or size["shortest_edge"],
-                processor.get("max_pixels") or size["longest_edge"],
-            ]
-        except (KeyError, TypeError) as error:
-            raise _not_of_qwen(where, f"no {error}") from None
-        if not all(type(value) is int and value > 0 for value in sides + bounds):
-            raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
-        return cls(sides[0] * sides[1], *bounds)
+        return cls(
+            processor.get("patch_size", 14) * processor.get("merge_size", 2),
+            processor.get("min_pixels") or size["shortest_edge"],
+            processor.get("max_pixels") or size["longest_edge"],
+        )
 
     def tokens(self, width: int, height: int) -> int | None:
         """Return the tokens of an image in pixels; None if its sides exceed `MAX_ASPECT`."""
@@ -89,8 +85,6 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file and the settings of the image processor, as transformers finds them."""
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file() and "image_processor" in (settings := read_json(nested)):
-        if not isinstance(settings["image_processor"], dict):
-            raise _not_of_qwen(nested, "an image_processor that is no object")
         return nested, settings["image_processor"]
     if not alone.is_file():
         raise ContractError(
@@ -99,12 +93,6 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
             "Give the folder of a checkpoint saved with its processor",
         )
     return alone, read_json(alone)
-
-
-def _not_of_qwen(where: Path, found: str) -> ContractError:
-    return ContractError(
-        str(where), found, "Use a model of the Qwen-VL family, whose image rule is implemented"
-    )
 
 
 class Family:
