@@ -53,7 +53,7 @@ class ChannelA:
 
     def __init__(self, encoding: Encoding, context: SelfContext = _TEACHER_FORCED) -> None:
         self.encoding = encoding
-        self._context = context
+        self.context = context
 
     def segments(self, samples: Sequence[Sample]) -> list[Segment]:
         with self.encoding.prompt.ahead(samples):
@@ -61,7 +61,7 @@ class ChannelA:
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         """The first and the last of the pack's forwards."""
-        return self._context.forward_stats(model, pack, reader)
+        return self.context.forward_stats(model, pack, reader)
 
     def _segment(self, sample: Sample) -> Segment:
         own = self.encoding

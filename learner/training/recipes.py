@@ -46,14 +46,6 @@ class Recipe:
         self.objective = objective
         self._arithmetic: Arithmetic | None = None
 
-    @staticmethod
-    def self_context(config: Config) -> SelfContext:
-        """Return the forwards of channel A: by default `stage2_ab.n_softctx_iter`."""
-        own = config.stage2_ab
-        if own is None:
-            return SelfContext()
-        return SelfContext(own.n_softctx_iter, own.coord_ctx_embed_mode, own.softctx_grad_mode)
-
     def channel(self, step: int) -> Channel:
         """Return the channel of step `step`, counted from 0 (STEP-01)."""
         return channel_for_step(step, self.config.b_ratio)
@@ -75,7 +67,7 @@ class Recipe:
             self._arithmetic = Arithmetic.of(model, self.channel_a.encoding.inner.config)
         rows = self.objective.select(pack.supervision, channel).head_rows
         forward, both = self._arithmetic.of_pack(pack, rows)
-        context = self.self_context(self.config) if channel == "A" else SelfContext()
+        context = self.channel_a.context if channel == "A" else SelfContext()
         recorded = context.recorded
         return recorded * both + (context.iterations - recorded) * forward
 
@@ -86,9 +78,12 @@ def recipe_of(config: Config, loaded: LoadedModel, start: StartModel | None = No
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     fields, answers = config.custom.object_field_order, answer_format(config)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
+    context, own = SelfContext(), config.stage2_ab
+    if own is not None:
+        context = SelfContext(own.n_softctx_iter, own.coord_ctx_embed_mode, own.softctx_grad_mode)
     return kind(
         config,
-        ChannelA(encoding, kind.self_context(config)),
+        ChannelA(encoding, context),
         ChannelB(encoding, config, start),
         Pipeline(config.pipeline, loaded.vocab.ids),
     )

@@ -181,7 +181,7 @@ class _CountedStep:
         self, config: Config, loaded: LoadedModel, recipe: Recipe, channel: Channel, pack: Pack
     ) -> None:
         self.loaded, self.pack = loaded, pack
-        context = recipe.self_context(config) if channel == "A" else SelfContext()
+        context = recipe.channel_a.context if channel == "A" else SelfContext()
         reads_start = config.needs_start and channel == "B"
         self.recorded = context.recorded
         self.others = context.iterations - context.recorded + reads_start
