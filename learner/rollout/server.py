@@ -49,6 +49,9 @@ _PROXY = (
 )
 # Samples that an error names.
 _NAMED = 5
+# Pause after a failed repeated push: doubled each time.
+FIRST_REST_S = 5.0
+_LONGEST_REST_S = 300.0
 _REFUSED = 422
 _RESTARTED = "the server or one of its replicas was restarted"
 
@@ -98,6 +101,7 @@ class Server:
         self._pusher = pusher
         self._differences = differences
         self._clock = clock
+        self._rest_s = self._rests_until = 0.0
         self._losing = threading.Lock()
 
     def close(self) -> None:
@@ -284,10 +288,14 @@ class Server:
         self.dtype, self.epoch = ready.dtype, ready.server_epoch
         return ready.weights_version
 
+    def rests(self) -> bool:
+        """Return whether a repeated push failed so recently that none is tried yet."""
+        return self._clock() < self._rests_until
+
     def push(self, version: int, *, again: bool = False) -> RunError | None:
         """Make `version` its weights and use it. If that fails, it is lost.
 
-        again: it was lost.
+        again: it was lost. After a failure it `rests`, longer every time.
 
         Returns the error. Raises what would fail again: ContractError where another learner owns
         the server, RunError where the server refused the weights.
@@ -303,8 +311,12 @@ class Server:
             cause = error.__cause__
             if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
                 raise
+            if again:
+                self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+                self._rests_until = self._clock() + self._rest_s
             self.lose(str(error))
             return error
+        self._rest_s = self._rests_until = 0.0
         self.adopt_push(report, again)
         return None
 

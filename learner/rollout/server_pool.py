@@ -66,7 +66,8 @@ class ServerPool(RolloutBackend):
     """A backend that spreads rollouts over servers and keeps their order and seeds.
 
     After a push every answer must be of these weights. A lost server is left out. It is checked
-    before every push and rollout. If no server is usable, the pool waits for one.
+    before every push and rollout, less and less often if it cannot take pushes. If no server is
+    usable, the pool waits for one.
 
     clients: one per server, in the order of `servers[]`.
     pushers: one per server; used in process 0 alone.
@@ -181,8 +182,12 @@ class ServerPool(RolloutBackend):
             f"one to come back or to start. {self.reasons()}"
         )
 
-    def _lost(self) -> list[Server]:
-        return [server for server in self.servers if server.lost is not None]
+    def _due(self) -> list[Server]:
+        """Return the lost servers; those that rest only if no server is usable."""
+        lost = [server for server in self.servers if server.lost is not None]
+        if len(lost) == len(self.servers):
+            return lost
+        return [server for server in lost if not server.rests()]
 
     # --- pushes
 
@@ -248,7 +253,7 @@ class ServerPool(RolloutBackend):
         def push() -> list[Server | RunError]:
             """Push to each server that can take it; return those that did, and the errors."""
             calls = [partial(server.push, version) for server in self.usable()]
-            calls += [partial(server.restore, version, push=True) for server in self._lost()]
+            calls += [partial(server.restore, version, push=True) for server in self._due()]
             errors = [error for error in in_parallel(calls) if error is not None]
             return [*self.usable(), *errors]
 
@@ -304,9 +309,9 @@ class ServerPool(RolloutBackend):
         try:
             began = self.clock()
             in_parallel([server.check for server in self.usable()])
+            checked_s = self.clock() - began
             self._restore(push=True)
-            ended = self.clock()
-            self._no_check_until = ended + _CHECKED_FRACTION * (ended - began)
+            self._no_check_until = self.clock() + _CHECKED_FRACTION * checked_s
         finally:
             self._pushing.release()
 
@@ -386,7 +391,7 @@ class ServerPool(RolloutBackend):
 
     def _restore(self, *, push: bool) -> None:
         version = self.version.pushed
-        in_parallel([partial(server.restore, version, push=push) for server in self._lost()])
+        in_parallel([partial(server.restore, version, push=push) for server in self._due()])
 
 
 class Dispatch:

@@ -198,7 +198,7 @@ class SupervisedServer:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise RunError if the server ended too often."""
+        """Raise RunError if the server ended too often, or could not be restarted."""
         if self._given_up is not None:
             raise self._given_up
 
@@ -224,7 +224,12 @@ class SupervisedServer:
             pause_s = self._pauses_s[ends - 1]
             _LOG.warning("%s ended with code %d; restart in %g s", self._name, code, pause_s)
             self._stopped.wait(pause_s)
-            self._restart()
+            try:
+                self._restart()
+            except OSError as error:
+                reason = f"{self._name} ended and could not be restarted: {error}"
+                self._given_up = RunError(reason)
+                break
 
     def _restart(self) -> None:
         """Start the process, unless it is stopped, and wait until it is healthy or has ended."""

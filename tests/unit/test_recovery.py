@@ -278,16 +278,23 @@ def test_server_that_comes_back_with_other_settings_is_not_pushed_to() -> None:
 
 
 @pytest.mark.req("SYNC-07")
-def test_server_whose_group_cannot_be_formed_is_tried_before_every_push_and_rollout() -> None:
+@pytest.mark.parametrize(("rest_s", "tries"), [(0.0, 1), (600.0, 4)])
+def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
+    rest_s: float, tries: int
+) -> None:
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
         blocked, before = run.pushers[0], run.pushers[0].tries
         blocked.refuses = RunError("the port of the group is blocked")
         run.ask(4)
+        run.clock.now += rest_s
+        run.ask(4)
+        run.clock.now += rest_s
         run.backend.push_weights(2)
+        run.clock.now += rest_s
         run.ask(4, version=2)
-        assert blocked.tries - before == 3
+        assert blocked.tries - before == tries
         lost, metrics = run.notes()
     assert [url for url, _ in lost] == [run.rollouts[0].server.base_url]
     assert metrics["rollout/servers_lost"] == 1
