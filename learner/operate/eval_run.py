@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.folder import Scored, write_evaluation
+from learner.analysis.report.answers import count_table, unread_answers
 from learner.analysis.report.evaluation_page import precisions, tiles
 from learner.data.show import Table
 from learner.distributed.waiting import reporting_waits, waiting_for
@@ -49,4 +50,8 @@ def tables(scored: Scored) -> list[Table]:
     numbers = scored.numbers()
     rows = [[tile.name, tile.value, tile.note] for tile in tiles(numbers)]
     title = f"{len(scored.answers)} answers, a hit has an IoU of 0.5"
-    return [Table(title, ("", "#", ""), rows), precisions(numbers)]
+    result = [Table(title, ("", "#", ""), rows), precisions(numbers)]
+    if unread := unread_answers(scored.answers):
+        title = "Answers that could not be read, or only in part"
+        result.append(count_table(title, "#answers", unread))
+    return result
