@@ -25,7 +25,7 @@ from learner.data.images import (
     ImageResult,
     UnreadableImage,
     image_problems,
-    inspect_samples,
+    inspect_all,
 )
 from learner.data.jsonl import MAX_BIN, Box, DataFile, Size, line_of
 from learner.data.lengths import SampleLengths
@@ -68,7 +68,7 @@ def check_files(
     """
     files = [DataFile(path, allow_poly=allow_poly) for path in paths]
     samples = [sample for file in files for sample in file.samples]
-    results = inspect_samples(samples, decode=True)
+    results = inspect_all((path for sample in samples for path in sample.images), decode=True)
     rule = None if lengths is None else lengths.rule
     first_use: FirstUse = {}
     for file in files:

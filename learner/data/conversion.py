@@ -73,7 +73,8 @@ def convert(
     """
     account, pictures = source.account, _put_together(source)
     paths = [source.folder.absolute() / picture.name for picture in pictures]
-    results = inspect_all(paths)
+    found = inspect_all(paths)
+    results = [found[path] for path in paths]
     readings = _readings(source, pictures, results, scale, corners)
     annotations = len(account.left_out) + sum(len(picture.annotations) for picture in pictures)
     conversion, folder = Conversion([], account), out.parent.resolve()

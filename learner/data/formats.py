@@ -14,7 +14,7 @@ from learner.data.coco import json_text, read_coco, to_coco, to_lvis
 from learner.data.conversations import read_conversations, swift_text
 from learner.data.detection import Format, OutFormat
 from learner.data.files import DataProblem
-from learner.data.images import ImageInfo, image_problems, inspect_samples
+from learner.data.images import ImageInfo, image_problems, inspect_all
 from learner.data.jsonl import DataFile
 from learner.data.records import Account, Rule, Source
 from learner.runs.atomic_files import publish_directory, publish_text, writing
@@ -48,7 +48,8 @@ def write_other(
     Raises ContractErrors: all problems of the data file, each at `file:line`.
     """
     file, account, polygons = DataFile(source, allow_poly=True), Account(), geometry == "poly"
-    results, names = inspect_samples(file.samples), _names_of_images(file.samples)
+    results = inspect_all(path for sample in file.samples for path in sample.images)
+    names = _names_of_images(file.samples)
     for sample in file.samples:
         file.findings += image_problems(sample, results)
         if len(sample.images) > 1:

@@ -8,7 +8,7 @@ import io
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -64,12 +64,6 @@ class ImageRule(Protocol):
 
     def tokens(self, width: int, height: int) -> int | None:
         """Return the tokens of an image of this size in pixels; None if it is too narrow."""
-
-
-def inspect_samples(samples: Iterable[Sample], *, decode: bool = False) -> dict[Path, ImageResult]:
-    """Return the result of each image of samples, as `inspect_all` does."""
-    paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
-    return dict(zip(paths, inspect_all(paths, decode=decode), strict=True))
 
 
 def image_problems(
@@ -128,14 +122,15 @@ def inspect_image(path: Path, *, decode: bool = False) -> ImageResult:
         return error
 
 
-def inspect_all(paths: Sequence[Path], *, decode: bool = False) -> list[ImageResult]:
-    """Inspect images in threads; process 0 shows the progress on stderr."""
+def inspect_all(paths: Iterable[Path], *, decode: bool = False) -> dict[Path, ImageResult]:
+    """Inspect images in threads, each once; process 0 shows the progress on stderr."""
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    results: list[ImageResult] = []
-    waiting = waiting_for("images to be read", lambda: f"{len(results)} of {len(paths)}")
+    results: dict[Path, ImageResult] = {}
+    different = list(dict.fromkeys(paths))
+    waiting = waiting_for("images to be read", lambda: f"{len(results)} of {len(different)}")
     with ThreadPool() as pool, reporting_waits(partial(tell, console)), waiting:
-        for result in pool.imap(partial(inspect_image, decode=decode), paths, _CHUNK):
-            results.append(result)  # one by one, for the progress
+        found = pool.imap(partial(inspect_image, decode=decode), different, _CHUNK)
+        results.update(zip(different, found, strict=True))
     return results
 
 

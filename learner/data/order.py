@@ -26,8 +26,8 @@ from learner.data.images import (
     ImageResult,
     ImageRule,
     image_problems,
+    inspect_all,
     inspect_image,
-    inspect_samples,
 )
 from learner.runs.atomic_files import append_line
 from learner.types import Sample
@@ -82,7 +82,7 @@ def image_faults(samples: Sequence[Sample], rule: ImageRule) -> dict[str, Contra
     An image must exist, have a known format and mode, have the size of its line, and an aspect
     ratio that the model's processor accepts.
     """
-    results = inspect_samples(samples)
+    results = inspect_all(path for sample in samples for path in sample.images)
     faults = ((sample.sample_id, _fault(sample, results, rule)) for sample in samples)
     return {sample_id: fault for sample_id, fault in faults if fault is not None}
 

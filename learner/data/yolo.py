@@ -178,7 +178,7 @@ def yolo_texts(samples: Sequence[Sample], names: Sequence[str], polygons: bool) 
     texts = {DATA_YAML: dump_mapping({"train": IMAGES, "val": IMAGES, "names": classes})}
     for sample, name in zip(samples, names, strict=True):
         lines = (
-            " ".join([str(numbers[o.desc]), *map(_decimal, _fractions(o.shape, polygons))])
+            " ".join([str(numbers[o.desc]), *(f"{v:.8g}" for v in _fractions(o.shape, polygons))])
             for o in sample.objects
         )
         texts[f"labels/train/{Path(name).stem}.txt"] = "".join(f"{line}\n" for line in lines)
@@ -193,7 +193,3 @@ def _fractions(shape: Shape, polygons: bool) -> list[float]:
         return [decode_bin(k) for k in shape.coords]
     x1, y1, x2, y2 = (decode_bin(k) for k in bounding_box(shape))
     return [x1, y1, x2, y1, x2, y2, x1, y2]
-
-
-def _decimal(value: float) -> str:
-    return f"{value:.8f}".rstrip("0").rstrip(".")
