@@ -5,14 +5,14 @@ import io
 import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from learner.analysis.report.answers import FAULTS, faults_of
 from learner.data.images import UnreadableImage, open_upright
 from learner.runs.declared import DROPS
-from learner.runs.rollout_log import LoggedAnswer, LoggedObject, StepAnswer, f1_of
+from learner.runs.rollout_log import LoggedAnswer, LoggedObject, LoggedPrediction, StepAnswer, f1_of
 from learner.stages.matching import mask_iou
 from learner.types import GeometryKind, normalized
 
@@ -24,30 +24,20 @@ _QUALITY = 82
 _THREADS = 4
 
 
-@dataclass(frozen=True)
-class Picture:
-    """src: a data URI; empty, with a `problem`, if the image cannot be read.
+def embed(path: Path) -> dict[str, Any]:
+    """Return the upright image as a data URI, scaled down to `LONGEST`, with its size in pixels.
 
-    width, height: pixels of the embedded image.
+    `problem` says why an image cannot be read; else it is empty.
     """
-
-    src: str = ""
-    width: int = 0
-    height: int = 0
-    problem: str = ""
-
-
-def embed(path: Path) -> Picture:
-    """Return the upright image, scaled down to `LONGEST` if it is larger."""
     try:
         image = open_upright(path)
     except UnreadableImage as error:
-        return Picture(problem=f"{path} {error}")
+        return {"src": "", "width": 0, "height": 0, "problem": f"{path} {error}"}
     image.thumbnail((LONGEST, LONGEST))
     file = io.BytesIO()
     image.save(file, "webp", lossless=max(image.size) <= _LOSSLESS, quality=_QUALITY)
     src = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return Picture(src, image.width, image.height)
+    return {"src": src, "width": image.width, "height": image.height, "problem": ""}
 
 
 Role = Literal["truth", "match", "stray", "unjudged", "removed", "missed", "appended"]
@@ -100,7 +90,7 @@ def gallery(
     ]
     return {
         "cards": cards,
-        "pictures": [asdict(picture) for picture in pictures],
+        "pictures": pictures,
         "faults": list(FAULTS),
         "roles": ROLES,
         "drops": DROPS,
@@ -168,8 +158,7 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
         role: Role = "match" if place in of_prediction else "stray"
         if place in answer.match.unjudged:
             role = "unjudged"
-        own = _shown(prediction, role, prediction.key, of_prediction.get(place))
-        objects.append(replace(own, confidence=prediction.confidence))
+        objects.append(_shown(prediction, role, prediction.key, of_prediction.get(place)))
     for place, truth in enumerate(truths):
         role = "appended" if answer.target and answer.target.keys else "missed"
         if place in of_truth:
@@ -183,4 +172,5 @@ def _shown(
 ) -> ShownObject:
     """Return an object of a picture. partner: its index in the list of objects, and the IoU."""
     pair, iou = partner or (None, None)
-    return ShownObject(role, key, normalized(item.desc), item.kind, item.coords, iou, pair)
+    sure = item.confidence if isinstance(item, LoggedPrediction) else None
+    return ShownObject(role, key, normalized(item.desc), item.kind, item.coords, iou, pair, sure)
