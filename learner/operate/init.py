@@ -229,15 +229,15 @@ def check_checkpoint(model: Path) -> bool:
     Raises ContractError for a folder that is no whole checkpoint of a known family.
     """
     checkpoint = Checkpoint(model, "--model")
-    is_adapter, is_stock = (model / ADAPTER).is_file(), False
-    if (model / TOKENIZER).is_file() and not is_adapter:
-        is_stock = checkpoint.coordinate_ids[0] is None
-    if not is_stock:
+    has_tokens = True
+    if (model / TOKENIZER).is_file() and not (model / ADAPTER).is_file():
+        has_tokens = checkpoint.coordinate_ids[0] is not None
+    if has_tokens:
         checkpoint.require_vocabulary()
     _ = checkpoint.family
     weight_files(checkpoint.base, "--model")
     check_parameters(model, "--model")
-    return not is_stock
+    return has_tokens
 
 
 def as_data_file(option: str, source: Path, out: Path) -> Path:

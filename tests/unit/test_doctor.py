@@ -97,7 +97,7 @@ USE = GpuUse(
     ("uuids", "status", "says"),
     [
         (["GPU-x", "GPU-b"], "fail", "has GPU-b, which the learner has"),
-        (["GPU-x", "GPU-y"], "ok", "(1 have a known UUID)"),
+        (["GPU-x", "GPU-y"], "ok", "of which 1 have a known UUID"),
     ],
 )
 def test_gpus_of_both_sides_are_compared_by_uuid(uuids: list[str], status: str, says: str) -> None:

@@ -100,7 +100,7 @@ def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[s
     for url, info in servers.items():
         if shared := uuids & set(info.gpu_uuids):
             raise ContractError(url, f"has {', '.join(sorted(shared))}, which the learner has", do)
-    return f"none of the learner's GPUs ({len(uuids)} have a known UUID) is one of a server's"
+    return f"no server has one of the learner's GPUs, of which {len(uuids)} have a known UUID"
 
 
 def versions_here() -> dict[str, str]:
