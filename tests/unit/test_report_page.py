@@ -50,6 +50,7 @@ def test_text_of_answers_is_never_markup(tmp_path: Path) -> None:
     assert page.count("<script") == plain.count("<script")
     assert page.count("<img") == plain.count("<img")
     assert EVIL in html.unescape(page)
+    assert "content=\"default-src 'none'; script-src 'sha256-" in html.unescape(page)
 
 
 B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}

@@ -103,6 +103,8 @@ def _require_same_samples(
         file = files[0] if alone[0] in first else files[1]
         found = f"samples that only one of both has: {len(alone)}, such as {alone[0]} of {file}"
         raise ContractError(str(files[1]), found, do)
+    if not first:
+        raise ContractError(str(files[0]), "has no answers", do)
     for place, answer in first.items():
         if answer.ground_truth != second[place].ground_truth:
             found = f"{place} has other objects than in {files[0]}"

@@ -1,5 +1,10 @@
-"""An HTML file with its styles, scripts, tables, plots and pictures."""
+"""An HTML file with its styles, scripts, tables, plots and pictures.
 
+The content security policy of a page allows no requests and no other scripts.
+"""
+
+import base64
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +47,8 @@ def publish_page(out: Path, scripts: Sequence[str], values: Mapping[str, Any]) -
     scripts: JavaScript for the end of the page, in order. values: of the template.
     """
     template = _environment().get_template("page.html")
-    publish_text(out, template.render(**values, style=asset("page.css"), scripts=scripts))
+    style, policy = asset("page.css"), _policy(scripts)
+    publish_text(out, template.render(**values, style=style, scripts=scripts, policy=policy))
 
 
 @cache
@@ -58,6 +64,15 @@ def link(text: str, url: str) -> Markup:
 def _code(text: str) -> Markup:
     """Return HTML with `code` elements for text between backticks."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
 
 
 @cache
