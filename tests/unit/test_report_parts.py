@@ -162,7 +162,8 @@ def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
         ),
         (
             spoilt(4, **{f"{B}/prose_before": 12.0}),
-            "look gallery: 12 answers with prose_before: other text before the first bracket",
+            "look gallery: 12 answers with prose_before (10.00%): "
+            "other text before the first bracket",
         ),
     ],
 )

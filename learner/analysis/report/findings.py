@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally, count_rows
+from learner.analysis.report.answers import LEFT_OUT, WRONG, Tally, count_rows
 from learner.analysis.report.run_view import RunView, mean
 from learner.runs.console import counted, fraction
 from learner.runs.declared import ANSWER_FAULTS, DROPS
@@ -36,26 +36,11 @@ def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
 
     unreadable: number of unreadable images of the shown answers.
     """
-    found = [*_failures(run), *_drops(run, tally), *_answers(run, tally)]
+    found = [*_failures(run), *_drops(run), *_answers(run, tally)]
     if unreadable:
         text = f"{counted(unreadable, 'image')} of the answers shown cannot be read any more"
         found.append(Finding("look", text, "gallery"))
     return sorted(found, key=lambda finding: finding.weight != "bad")
-
-
-def dropped_objects(run: RunView) -> list[Counted]:
-    """Return the counts by reason, the largest first, with shares of predicted objects."""
-    totals = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
-    predicted = run.total(f"{B}N_valid_pred") + sum(totals.values())
-    return sorted(count_rows(totals, DROPS, predicted), key=lambda row: -row.count)
-
-
-def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:
-    """Return counts of incompletely parsed answers by reason, with shares of the read answers."""
-    meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
-    meanings["invalid_rollout"] = "no start of the answer format"
-    totals = {name: run.total(f"{B}{name}") for name in meanings}
-    return count_rows(totals, meanings, tally.answers)
 
 
 def _failures(run: RunView) -> Iterator[Finding]:
@@ -80,14 +65,23 @@ def _failures(run: RunView) -> Iterator[Finding]:
         yield Finding("bad", f"Full weights replaced the adapter: {reason}", "curves")
 
 
-def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
-    """Yield a finding for each reason of incompletely parsed answers and dropped objects."""
-    counts = [("answer", "with", each) for each in dropped_answers(run, tally)]
-    counts += [("object", "dropped as", each) for each in dropped_objects(run)]
-    for unit, verb, each in counts:
-        share = "" if each.share == "-" else f" ({each.share})"
-        text = f"{counted(each.count, unit)} {verb} {each.name}{share}: {each.meaning}"
-        yield Finding("look", text, "gallery")
+def _drops(run: RunView) -> Iterator[Finding]:
+    """Yield a finding for each reason of incompletely parsed answers and dropped objects.
+
+    Shares are of the answers and of the predicted objects of all logged steps.
+    """
+    meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
+    meanings["invalid_rollout"] = "no start of the answer format"
+    totals = {name: run.total(f"{B}{name}") for name in meanings}
+    of_step = run.config.training.effective_batch_size * run.config.answers_per_sample
+    answers = count_rows(totals, meanings, len(run.by_channel.get("B", [])) * of_step)
+    dropped = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
+    predicted = run.total(f"{B}N_valid_pred") + sum(dropped.values())
+    objects = sorted(count_rows(dropped, DROPS, predicted), key=lambda row: -row.count)
+    for counts, unit, verb in ((answers, "answer", "with"), (objects, "object", "dropped as")):
+        for each in counts:
+            what = f"{counted(each.count, unit)} {verb} {each.name} ({each.share})"
+            yield Finding("look", f"{what}: {each.meaning}", "gallery")
 
 
 def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
