@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from learner.analysis.evaluation.folder import finish_evaluation
-from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
+from learner.analysis.evaluation.scores import Evaluation, evaluate
 from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.distributed.waiting import waiting_for
@@ -56,7 +56,8 @@ def build_scorer(
         (evaluation,) = evaluations
         payloads = (evaluation.scores.payload(), evaluation.notes)
         scores, notes = (over_processes(payload, device) for payload in payloads)
-        metrics = evaluation_metrics(scores, notes)
+        of_calls = {f"eval/{key}": value for key, value in notes.metrics().items()}
+        metrics = scores.metrics() | of_calls
         if not config.rollout_matching.eval_detection.enabled:
             return metrics
         assert config.data.val_jsonl is not None, "checked with the config"

@@ -231,11 +231,6 @@ def evaluate(
     return Evaluation([ScoredAnswer.scored(each, resolution) for each in assessed], notes)
 
 
-def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
-    """Return scores and metrics of the calls for the log: all keys start with `eval/`."""
-    return scores.metrics() | {f"eval/{key}": value for key, value in notes.metrics().items()}
-
-
 def assess_by_name(
     sample: Sample,
     output: RolloutOutput,
