@@ -20,7 +20,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.strict_model import shown
 
 MAX_SHOWN_ERRORS = 20
-_ONE_OBJECT = "Write one JSON object a line."
+_ONE_OBJECT = "Write one JSON object a line, with each key once."
 _SHOWN = 80
 
 

@@ -62,6 +62,13 @@ def write_page(samples: Sequence[Sample], out: Path) -> None:
 
     Raises ContractError if an image cannot be decoded or `out` is not empty.
     """
+    templates = Environment(
+        loader=PackageLoader("learner.data"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    figures = []
     with publish_directory(out) as part:
         for sample in samples:
             try:
@@ -71,20 +78,9 @@ def write_page(samples: Sequence[Sample], out: Path) -> None:
                 raise ContractError(sample.sample_id, found, do) from error
             image.thumbnail((MAX_SIDE, MAX_SIDE))
             image.save(part / picture_name(sample))
-        templates = Environment(
-            loader=PackageLoader("learner.data"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-        )
-        figures = [
-            {
-                "sample": sample,
-                "source": quote(picture_name(sample), errors="surrogateescape"),
-                "objects": [_drawn(item) for item in sample.objects],
-            }
-            for sample in samples
-        ]
+            source = quote(picture_name(sample), errors="surrogateescape")
+            objects = [_drawn(item) for item in sample.objects]
+            figures.append({"sample": sample, "source": source, "objects": objects})
         page = templates.get_template("look.html.jinja").render(figures=figures, max_bin=MAX_BIN)
         (part / "index.html").write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
 
