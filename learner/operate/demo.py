@@ -54,8 +54,7 @@ DISTINCT, WARMUP, TWO_CHANNEL, CHANNEL_A = "distinct", "warmup", "two_channel", 
 PRETRAINING_STEPS = 2400  # of the vision tower, for crowded scenes
 DemoWorld = Literal["plain", "crowded"]
 Row = tuple[str, Scores]
-Column = Callable[[Scores], str]
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Callable[[Scores], str]] = {
     "F1": lambda s: f"{s.ratio('f1'):.3f}",
     "precision": lambda s: f"{s.ratio('precision'):.3f}",
     "recall": lambda s: f"{s.ratio('recall'):.3f}",

@@ -11,8 +11,6 @@ from learner.runs.checkpoint import MANIFEST, SavedCheckpoint, read_checkpoint
 from learner.runs.resume import data_digest
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 
-_CARD = "README.md"
-
 
 def write_model_card(checkpoint: Path, folder: Path) -> None:
     """Write `README.md` into the folder of an exported model, if a run made the checkpoint."""
@@ -25,7 +23,7 @@ def write_model_card(checkpoint: Path, folder: Path) -> None:
         tags=["object-detection", "rollmatch"],
     )
     text = "\n".join(_sections(RunFolder(run), read_checkpoint(checkpoint)))
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / _CARD)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 
 def _sections(run: RunFolder, checkpoint: SavedCheckpoint) -> Iterator[str]:

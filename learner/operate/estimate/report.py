@@ -28,8 +28,6 @@ from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, r
 # prefill. Also the upper bound of a sleeping engine's memory.
 ENGINE_BYTES = 4 * GIB
 _KINDS = ("weights", "start", "gradients", "moments", "working", "total")
-# Numbers of server GPUs in the table of channel B's steps.
-SERVERS = (1, 2, 4, 8)
 # Expected range of a real step's speed, as shares of the bound; the first is PUBLISHED[0]'s.
 REACHED = (0.69, 0.55)
 # Run, published measurement (read on 2026-11-25), and this estimate's bound for the same run.
@@ -169,7 +167,7 @@ class Estimate:
         requests = self.samples * self.processes * self.config.answers_per_sample
         prompt = 2 * self.parameters * (served.length - rollout.max_new_tokens)
         learning, steps = self.step_s(self.costs["B"]), dict[int, dict[str, float]]()
-        for servers in (1,) if self.colocated else SERVERS:
+        for servers in (1,) if self.colocated else (1, 2, 4, 8):
             each = math.ceil(requests / servers)
             rounds = math.ceil(each / max(1, min(rollout.decode_batch_size, self.sequences or 1)))
             read = self.pushed + math.ceil(each / rounds) * served.sequence
