@@ -30,23 +30,44 @@ logger = logging.getLogger(__name__)
 def visible_gpus(environment: Mapping[str, str], devices: Path = GPU_DEVICES) -> list[int]:
     """Return the ids of the GPUs that a process can use, without CUDA.
 
-    As in CUDA, the first unknown id of CUDA_VISIBLE_DEVICES ends the list. devices: the driver's
-    folder; its ids are those of CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    CUDA_VISIBLE_DEVICES lists ids, UUIDs or UUID prefixes. As in CUDA, the first unknown GPU ends
+    the list. devices: the driver's folder, sorted as the ids (CUDA_DEVICE_ORDER=PCI_BUS_ID).
 
-    Raises ContractError for a name that is no id.
+    Raises ContractError for a name that is no id and no UUID, and for a MIG part of a GPU.
     """
-    count = len([*devices.iterdir()]) if devices.is_dir() else 0
-    if not count or (named := environment.get(CUDA_VISIBLE)) is None:
-        return list(range(count))
+    folders = sorted(devices.iterdir()) if devices.is_dir() else []
+    if not folders or (named := environment.get(CUDA_VISIBLE)) is None:
+        return list(range(len(folders)))
     visible: list[int] = []
-    for name in filter(None, map(str.strip, named.split(","))):
-        if not name.removeprefix("-").isdecimal():
-            do = "Name whole GPUs by id, as in 0,1"
-            raise ContractError(CUDA_VISIBLE, f"{name!r} is no id of a GPU", do)
-        if not 0 <= int(name) < count:
+    for name in map(str.strip, named.split(",")):
+        if name.removeprefix("-").isdecimal():
+            found = [int(name)] if 0 <= int(name) < len(folders) else []
+        elif name.startswith("GPU-"):
+            uuids = enumerate(map(_uuid, folders))
+            found = [index for index, uuid in uuids if uuid.startswith(name)]
+        elif name:
+            part = "a part of a GPU (MIG), and servers take whole ones"
+            raise ContractError(
+                CUDA_VISIBLE,
+                f"{name!r} is {part if name.startswith('MIG-') else 'no id and no UUID of a GPU'}",
+                "Name GPUs by id, as in 0,1, or by UUID, as nvidia-smi -L shows them",
+            )
+        else:
+            continue
+        if len(found) != 1:
             break
-        visible.append(int(name))
+        visible += found
     return visible
+
+
+def _uuid(folder: Path) -> str:
+    """Return the UUID in a GPU's folder of the driver; empty if it is unknown."""
+    try:
+        lines = (folder / "information").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return fields.get("GPU UUID", "").strip()
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,10 @@ class Started:
 
 def write_driver(folder: Path) -> Path:
     """The driver's folder of a machine with these GPUs."""
-    for index in range(GPUS):
-        (folder / f"0000:{index + 1:02x}:00.0").mkdir(parents=True)
+    for index, uuid in enumerate(UUIDS):
+        gpu = folder / f"0000:{index + 1:02x}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t {NAME}\nGPU UUID: \t {uuid}\n")
     return folder
 
 

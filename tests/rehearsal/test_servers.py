@@ -18,6 +18,7 @@ from learner.training.checkpoint_checks import context_of_run
 from rollout_server.settings.repeat_config import PROCESSOR
 from tests.contract.running_server import server_options
 from tests.gpu import servers
+from tests.rehearsal.faked_gpus import UUIDS
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.sparse_weights import write_sparse_weights
 
@@ -44,9 +45,13 @@ def named(path: Path) -> str:
 GIB = {path: 24.0 if path.stem == "2b_full_fsdp2" else 80.0 for path in PROFILES}
 
 # Values of CUDA_VISIBLE_DEVICES for a server on GPUs 0 and 1.
-VISIBLE = {"with blanks": " 0 , 1,", "more than it takes": "0,1,2,3"}
+VISIBLE = {
+    "ids and beginnings of UUIDs, with blanks": f" 0 , {UUIDS[1][:14]},",
+    "more than it takes": ",".join(UUIDS),
+}
 # Of our plug-in for weight transfer.
 BACKEND = "rollmatch"
+MIG = "MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55"
 
 
 @dataclass
@@ -109,7 +114,7 @@ def rehearsed(
     made.add("guarded", 80, *of_4b_guarded, "--gpus=0")
     for name, options in servers.STARTED.items():
         made.add(name, 80, *server_options(toy_checkpoint, folder, device=options))
-    for form, visible in {**VISIBLE, "another order": "1,0"}.items():
+    for form, visible in {**VISIBLE, "MIG": f"0,{MIG}", "another order": "1,0"}.items():
         made.add(form, 80, *of_4b, "--gpus=0,1", CUDA_VISIBLE_DEVICES=visible)
     (folder / "commands.json").write_text(json.dumps(list(made.commands.values())))
     hidden = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -166,7 +171,12 @@ def test_vllm_has_the_gpus_that_cuda_would_show(rehearsed: Rehearsed, form: str)
 
 @pytest.mark.req("SRV-04")
 def test_gpus_that_a_server_cannot_take_are_refused_before_vllm(rehearsed: Rehearsed) -> None:
-    order = rehearsed.found["another order"]
+    part, order = rehearsed.found["MIG"], rehearsed.found["another order"]
+    assert part == {
+        "refused": "CUDA_VISIBLE_DEVICES",
+        "found": f"{MIG!r} is a part of a GPU (MIG), and servers take whole ones",
+        "do": "Name GPUs by id, as in 0,1, or by UUID, as nvidia-smi -L shows them",
+    }
     assert (order["refused"], order["do"][:8]) == ("CUDA_VISIBLE_DEVICES", "Unset it")
 
 

@@ -54,12 +54,17 @@ def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
 
 # --- Its GPUs ---------------------------------------------------------------------------
 
+UUIDS = ("GPU-8932f937-aaaa", "GPU-8932f937-bbbb", "GPU-11112222-cccc", "GPU-33334444-dddd")
+
 
 @pytest.fixture
 def four_gpus(tmp_path: Path) -> Path:
-    """Folders of the driver of a machine with four GPUs."""
-    for index in range(4):
-        (tmp_path / "gpus" / f"0000:0{index}").mkdir(parents=True)
+    """Files of the driver of a machine with four GPUs."""
+    for index, name in enumerate(("0000:04", "0000:01", "0000:03", "0000:02")):
+        folder = tmp_path / "gpus" / name
+        folder.mkdir(parents=True)
+        uuid = UUIDS[int(name[-1]) - 1]
+        (folder / "information").write_text(f"Model: \t H100\nGPU UUID: \t {uuid}\nIRQ: {index}\n")
     return tmp_path / "gpus"
 
 
@@ -70,7 +75,10 @@ def four_gpus(tmp_path: Path) -> Path:
         ({CUDA_VISIBLE: "2,1"}, [2, 1]),
         ({CUDA_VISIBLE: ""}, []),
         ({CUDA_VISIBLE: "3,7,1"}, [3]),
-        ({CUDA_VISIBLE: " 0 , 2,,-1,3"}, [0, 2]),
+        ({CUDA_VISIBLE: f"{UUIDS[2]},{UUIDS[0]}"}, [2, 0]),
+        ({CUDA_VISIBLE: "GPU-3333, GPU-8932f937-b"}, [3, 1]),
+        ({CUDA_VISIBLE: "GPU-3333,GPU-8932f937"}, [3]),
+        ({CUDA_VISIBLE: "GPU-9,GPU-3333"}, []),
     ],
 )
 def test_visible_gpus_are_those_that_cuda_shows(
@@ -81,11 +89,19 @@ def test_visible_gpus_are_those_that_cuda_shows(
 
 
 @pytest.mark.req("FULL-10")
-@pytest.mark.parametrize("name", ["MIG-41b3b2a1", "GPU-8932f937", "NVIDIA H100"])
-def test_a_name_that_is_no_id_of_a_gpu_is_refused(four_gpus: Path, name: str) -> None:
-    with pytest.raises(ContractError, match="is no id of a GPU") as caught:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55", "a part of a GPU (MIG)"),
+        ("NVIDIA H100", "no id and no UUID"),
+    ],
+)
+def test_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str) -> None:
+    with pytest.raises(ContractError) as caught:
         visible_gpus({CUDA_VISIBLE: f"0,{name}"}, four_gpus)
     assert caught.value.where == CUDA_VISIBLE
+    assert said in caught.value.found
+    assert "nvidia-smi -L" in caught.value.do
 
 
 @pytest.mark.req("CFG-05")
