@@ -29,10 +29,10 @@ INTRO = """\
 
 The [glossary](method.md#glossary) explains special words.
 
-Every server has the same content for programs at `/openapi.json`. `scripts/api_reference.py
---openapi FILE` writes the document to a file. All paths work with and without the trailing slash. A
-server with a token answers 401 to calls without `Authorization: Bearer TOKEN`, except to `/live/`
-and `/health/`.
+Every server has the same content for programs at `/openapi.json`, and a page at `/docs` to read it
+and to try calls. `scripts/api_reference.py --openapi FILE` writes the document to a file. All paths
+work with and without the trailing slash. A server with a token answers 401 to calls without
+`Authorization: Bearer TOKEN`, except to `/live/` and `/health/`.
 
 Every error is an RFC 9457 problem document (`application/problem+json`): `type` (`urn:rollmatch:`
 and the kind), `title`, `status`, `detail`, and `where` (the place in the request). `errors` lists

@@ -9,11 +9,14 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Coroutine, Iterable
+from importlib import resources
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -101,11 +104,12 @@ def create_app(
     install_problem_handlers(app)
     limit = ConcurrencyLimit(pool.settings.max_concurrent_calls)
     calls = APIRouter()
-    _add_reads(calls, app, pool)
+    _add_reads(calls, pool)
     _add_infer(calls, pool, limit)
     if pool.settings.openai:
         add_openai(calls, pool, limit)
     _add_pushes(calls, pool)
+    _add_pages(calls, app)
     _add_probes(app, pool)
     token = read_token(pool.settings, os.environ)
     if token is None:
@@ -146,7 +150,7 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
         return pool.live()
 
 
-def _add_reads(calls: APIRouter, app: FastAPI, pool: Pool) -> None:
+def _add_reads(calls: APIRouter, pool: Pool) -> None:
     @calls.get("/get_world_size/")
     async def get_world_size() -> WorldSize:
         """Return the number of engine workers of all replicas."""
@@ -161,10 +165,6 @@ def _add_reads(calls: APIRouter, app: FastAPI, pool: Pool) -> None:
     async def metrics() -> PlainTextResponse:
         """Return counters, seconds and gauges in Prometheus' text format."""
         return PlainTextResponse(pool.metrics(), media_type=CONTENT_TYPE_LATEST)
-
-    @calls.get("/openapi.json/", include_in_schema=False)
-    async def openapi() -> JSONResponse:
-        return JSONResponse(app.openapi())
 
 
 def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
@@ -282,3 +282,31 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     async def wake_up(request: Request, body: Memory) -> WeightStatus:
         """Restore the memory, and answer calls again with the same weights."""
         return await attended(request, pool.weights.wake_up())
+
+
+def _add_pages(calls: APIRouter, app: FastAPI) -> None:
+    """Add the OpenAPI document, and an interactive page that needs no other host."""
+    assets = Path(str(resources.files("fastapi_offline"))) / "static"
+
+    @calls.get("/openapi.json/", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    @calls.get("/docs/", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            title=app.title,
+            openapi_url="/openapi.json",
+            swagger_js_url="/docs/swagger-ui-bundle.js",
+            swagger_css_url="/docs/swagger-ui.css",
+            swagger_favicon_url="/docs/favicon.png",
+        )
+
+    for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
+        _add_file(calls, f"/docs/{name}/", assets / name)
+
+
+def _add_file(calls: APIRouter, path: str, file: Path) -> None:
+    @calls.get(path, include_in_schema=False)
+    async def asset() -> FileResponse:
+        return FileResponse(file)

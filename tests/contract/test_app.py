@@ -44,6 +44,17 @@ def test_server_without_engines_lives_and_is_not_healthy(client: TestClient) -> 
     assert re.match(f"the engines are starting; {building}", problem.detail)
 
 
+@pytest.mark.req("WIRE-06", "WIRE-07")
+def test_docs_page_needs_no_file_from_elsewhere(client: TestClient) -> None:
+    page = client.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    addresses = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page.text)
+    assert len(addresses) == 4
+    for address in addresses:
+        assert address.startswith("/")
+        assert len(client.get(address).content) > 1000
+
+
 @pytest.mark.req("WIRE-05", "OAI-01")
 def test_errors_of_the_framework_are_problems(client: TestClient) -> None:
     for path in ("/nothing/", "/v1/models", "/v1/chat/completions/"):  # without `--openai`
