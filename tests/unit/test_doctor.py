@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from shared_contracts.errors import RunError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.weights import CommunicatorReady
-from tests.unit.scripted_server import envelope
+from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config, small_mapping
 
@@ -136,6 +137,17 @@ def test_a_server_that_another_learner_owns_is_a_warning() -> None:
     owned = info_of().model_copy(update={"owner": "the learner on node-3"})
     with pytest.raises(Caution, match="the learner on node-3 pushes to this server"):
         servers.check_owner({URL: owned})
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected: bool) -> None:
+    with scripted_server() as server:
+        if protected:
+            server.routes["GET /info/"] = lambda _: problem("unauthorized", "no token", "header")
+        servers.check_token([server.base_url], None)
+        with nullcontext() if protected else pytest.raises(Caution, match="without one"):
+            servers.check_token([server.base_url], "secret")
 
 
 # --- weights ----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Server checks of the doctor alone: versions, GPUs, owner, prompts, one rollout."""
+"""Server checks of the doctor alone: token, versions, GPUs, owner, prompts, one rollout."""
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from transformers import ProcessorMixin
 
@@ -15,6 +16,7 @@ from learner.operate.doctor.machine import (
     versions_here,
 )
 from learner.rollout.answers import check_prompt_ids
+from learner.rollout.client import RolloutClient
 from learner.rollout.policy import request_settings
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.stages.formats import answer_format
@@ -23,7 +25,7 @@ from learner.training.input_checks import StartUp
 from learner.training.server_checks import sample_requests
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import InferCall
-from shared_contracts.server_info import Info
+from shared_contracts.server_info import Info, given_token
 
 # Timeout of connections, instead of a run's `timeout_s`.
 PATIENCE_S = 5.0
@@ -36,6 +38,7 @@ def answer_checks(run: StartUp, machine: Machine) -> list[Check]:
         return require(run.infos, "servers")
 
     return [
+        Check("token", lambda: check_token(infos(), given_token(os.environ))),
         Check("versions there", lambda: compare_versions(versions_here(), infos())),
         Check("gpu overlap", lambda: check_overlap(machine.visible, machine.use, infos())),
         Check("owner", lambda: check_owner(infos())),
@@ -77,6 +80,21 @@ def _processor(run: StartUp) -> ProcessorMixin:
     folder = run.config.model.model
     with loading(str(folder), "it", "Give the folder of a checkpoint saved with its processor"):
         return read_processor(folder)
+
+
+def check_token(servers: Iterable[str], token: str | None) -> str:
+    """Raise `Caution` if the learner has a token and a server takes calls without one."""
+    if token is None:
+        return "none is wanted, none is given"
+    for url in servers:
+        try:
+            RolloutClient(url, PATIENCE_S, token="").info()
+        except ContractError:
+            continue
+        found = "a token is set here, and the server takes calls without one"
+        do = "Start the server with the token, or unset it here"
+        raise Caution([ContractError(url, found, do)])
+    return "accepted"
 
 
 def check_owner(servers: Mapping[str, Info]) -> str:
