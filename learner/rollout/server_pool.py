@@ -120,9 +120,11 @@ class ServerPool(RolloutBackend):
         self._dispatches: set[Dispatch] = set()
         self._pushing = threading.Lock()  # one thread at a time pushes
         self._no_check_until = 0.0
+        self._closed = False
 
     def close(self) -> None:
-        """Give up running requests of all threads, and leave the servers."""
+        """Give up running requests and waits of all threads, and leave the servers."""
+        self._closed = True
         for dispatch in tuple(self._dispatches):
             dispatch.given_up.set()
         if self._together is not None:
@@ -162,13 +164,15 @@ class ServerPool(RolloutBackend):
 
         Raises:
             RunError: for `timeout_s` no server was starting or needed only a push, or none came
-                back within LONGEST_WAIT_S, or none can.
+                back within LONGEST_WAIT_S, or none can, or the pool was closed.
         """
         last_sign_s = 0.0
         with waiting_for("a rollout server to come back", self.reasons):
             for waited_s in self.clock.attempts():
                 if found := find():
                     return found
+                if self._closed:
+                    raise RunError("the rollout servers were left")
                 self._check()
                 if any(server.problem in ("not-ready", "push-needed") for server in self.servers):
                     last_sign_s = waited_s

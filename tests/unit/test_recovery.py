@@ -316,6 +316,24 @@ def test_returns_without_an_answer_between_them_end_the_run(answers_between: int
             assert len(bodies(run.rollouts[0].server)) >= MOST_ATTEMPTS
 
 
+@pytest.mark.req("SYNC-08")
+def test_no_thread_waits_for_a_lost_server_after_the_backend_is_closed() -> None:
+    with fleet(1) as run:
+        server = run.rollouts[0].server
+        run.rollouts[0].faults.extend([S.hang_up] * ATTEMPTS)
+        checks = []
+
+        def close(_: object) -> Reply:
+            checks.append(run.clock.now)
+            run.backend.close()
+            return problem("not-ready", "its engine is being built", "replicas[0]")
+
+        server.routes["GET /health/"] = close
+        with pytest.raises(RunError, match="the rollout servers were left"):
+            run.ask(1)
+        assert len(checks) == 1
+
+
 # --- Pushes that break ------------------------------------------------------------------
 
 
