@@ -53,14 +53,6 @@ async def handed_over(
         task.cancel()
 
 
-async def in_pieces(items: Iterable[T], size: int) -> AsyncIterator[T]:
-    """Yield the items; other tasks run after every `size` of them."""
-    for count, item in enumerate(items, start=1):
-        yield item
-        if count % size == 0:
-            await asyncio.sleep(0)
-
-
 async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of all calls; on a failure or cancellation, cancel the others and wait.
 
@@ -68,8 +60,10 @@ async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     tasks: list[asyncio.Task[T]] = []
     try:
-        async for call in in_pieces(calls, BEGUN_TOGETHER):
+        for call in calls:
             tasks.append(asyncio.create_task(call))
+            if len(tasks) % BEGUN_TOGETHER == 0:
+                await asyncio.sleep(0)
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
