@@ -41,7 +41,8 @@ def breakdown(
     categories: the AP of each description by boxes, as in `Detected`.
     """
     confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
-    pairs = sorted(confusion.items(), key=_rank)
+    # The most frequent first, then by names.
+    pairs = sorted(confusion.items(), key=lambda p: (-p[1], p[0][0] or "", p[0][1] or ""))
     return {
         "descriptions": list(_descriptions(answers, confusion, categories)),
         "thresholds": list(_thresholds(answers)),
@@ -73,11 +74,6 @@ def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
     yield from ((truths[g], predicted[p]) for p, g in answer.match.pairs)
     yield from ((truths[g], None) for g in answer.match.false_negatives)
     yield from ((None, predicted[p]) for p in answer.match.false_positives)
-
-
-def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
-    (truth, predicted), count = counted
-    return -count, truth or "", predicted or ""
 
 
 def _descriptions(
