@@ -60,6 +60,21 @@ def check(
         raise typer.Exit(2)
 
 
+# Option -> the formats that are read or written with it.
+_NUMBERS = ("coco", "lvis", "ms-swift", "sharegpt", "qwen")
+_READ = (*_NUMBERS, "yolo", "voc")
+_USED_BY = {
+    "--images": (*_NUMBERS, "voc", "to coco", "to lvis", "to ms-swift"),
+    "--scale": _NUMBERS,
+    "--boxes": _NUMBERS,
+    "--split": ("yolo", "voc"),
+    "--left-out": _READ,
+    "--geometry": ("coco", "lvis", "yolo", "to yolo"),
+    "--order": _READ,
+    "--skip-empty": _READ,
+}
+
+
 @data_app.command()
 def convert(
     source: Annotated[
@@ -126,18 +141,15 @@ def convert(
         found = f"{source} is {from_format}, and OUT is to be {to_format}"
         do = "One of both is jsonl: name the other one."
         raise ContractError("--from, --to", found, do)
-    if from_format == "jsonl":
-        of_reading = {
-            "--scale": scale,
-            "--boxes": boxes,
-            "--split": split,
-            "--left-out": left_out,
-            "--order": order != "file",
-            "--skip-empty": skip_empty,
-        }
-        if unused := [name for name, value in of_reading.items() if value]:
-            found, do = f"given with --to {to_format}", "Leave it out; it is for reading IN."
-            raise ContractError(", ".join(unused), found, do)
+    form = f"to {to_format}" if from_format == "jsonl" else from_format
+    changed = (geometry != "bbox_2d", order != "file", skip_empty)
+    values = (images, scale, boxes, split, left_out, *changed)
+    used = zip(_USED_BY.items(), values, strict=True)
+    if unused := [name for (name, forms), value in used if value and form not in forms]:
+        found = f"given from {from_format} to {to_format}"
+        known = ", ".join(name for name, forms in _USED_BY.items() if form in forms)
+        do = f"Leave it out; this conversion takes {known or 'no option'}."
+        raise ContractError(", ".join(unused), found, do)
     if images is not None and not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name a folder.")
     if to_format in ("yolo", "voc"):

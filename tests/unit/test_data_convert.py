@@ -387,6 +387,9 @@ def test_polygons_become_boxes_where_a_format_has_none_and_are_counted(
     ("options", "where"),
     [
         (("--from", "coco", "--to", "voc"), "--from, --to"),
+        (("--to", "voc", "--geometry", "poly"), "--geometry"),
+        (("--from", "yolo", "--images", "."), "--images"),
+        (("--from", "coco", "--split", "val"), "--split"),
         (("--to", "coco", "--skip-empty", "--order", "left-to-right"), "--order, --skip-empty"),
     ],
 )
