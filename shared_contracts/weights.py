@@ -36,7 +36,7 @@ broadcasts one byte when the slot is filled, and all ranks pass a barrier after 
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -77,6 +77,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # a run that has pushed to other servers.
 MOST_VERSION_STEP = 10**6
 
+MAX_FIELDS = 64
 MOST_DIMENSIONS = 16
 MOST_RANK = 4096
 
@@ -86,6 +87,13 @@ class Wire(BaseModel):
 
     # str_max_length makes pydantic refuse unpaired surrogates.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:  # else each is a fault
+            raise ValueError(f"{len(value)} fields are more than any object has")
+        return value
 
 
 class InitCommunicator(Wire):

@@ -13,6 +13,7 @@ from shared_contracts.errors import ContractError
 # From the root of a document to a value in it: keys and list indices.
 Steps = tuple[str | int, ...]
 
+_MOST_LEVELS = 100  # below the recursion limit of the dumper
 _TEXT = "tag:yaml.org,2002:str"
 _TEXT_IN_1_2 = tuple(f"tag:yaml.org,2002:{name}" for name in ("timestamp", "merge", "value"))
 
@@ -61,6 +62,8 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
 
 def _lines(path: Path, node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
     """Yield the line of each key and item below a node; changes tags to those of YAML 1.2."""
+    if len(at) > _MOST_LEVELS:
+        raise RecursionError(f"more than {_MOST_LEVELS} levels")
     if node.tag in _TEXT_IN_1_2:
         node.tag = _TEXT
     entries: Any = ()
