@@ -22,6 +22,7 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
 from tests.contract.served_app import served_app
 from tests.unit.fleets import wait_until
+from tests.unit.scripted_server import envelope
 
 JSON = {"Content-Type": "application/json"}
 REQUEST = {"messages": [{"role": "user", "content": "x"}]}
@@ -93,6 +94,32 @@ def test_a_generation_whose_connection_ended_counts_once() -> None:
         assert http.get("/live/").status_code == 200
         pool.may_end.set()
         assert http.post("/infer/", json=kept).status_code == 200
+
+
+class CountingPool(Pool):
+    """Answers each call with one envelope, whose token is the number of the call."""
+
+    calls = 0
+
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        self.calls += 1
+        return [envelope([self.calls], [1])]
+
+
+@pytest.mark.req("DIST-05", "WIRE-02")
+def test_another_body_or_form_with_the_same_id_is_a_call_of_its_own() -> None:
+    with client_of(CountingPool(settings())) as client:
+        body: dict[str, Any] = {"infer_requests": [REQUEST], "request_id": "a"}
+        for query, fields, call in (
+            ("", {}, 1),
+            ("?envelope=0", {}, 2),
+            ("", {"expected_weights_version": 0}, 3),
+            ("", {}, 1),
+            ("?envelope=0", {}, 2),
+        ):
+            (found,) = client.post(f"/infer/{query}", json=body | fields).json()
+            whole = envelope([call], [1]).model_dump(mode="json")
+            assert found == (whole["response"] if query else whole)
 
 
 @pytest.mark.req("SRV-06")
