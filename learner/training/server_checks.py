@@ -126,8 +126,10 @@ def _check_media(run: StartUp) -> str:
         for request in requests:
             try:
                 envelopes.append(_answer_of(client, request))
-            except Caution:
-                raise
+            except (Caution, Waiting):
+                if not refused:
+                    raise
+                break  # a refusal ends the run
             except ContractError as error:
                 refused.append(error)
     if refused:

@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,16 @@ def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
 def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_model_is_loaded(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    first, second, *_ = read_samples(toy_data.train_jsonl, allow_poly=False)
-    elsewhere = tmp_path / "elsewhere" / "0.png"
-    samples = [first, replace(second, images=(elsewhere,))]
+    first, second, third, *_ = read_samples(toy_data.train_jsonl, allow_poly=False)
+    elsewhere, last = tmp_path / "elsewhere" / "0.png", tmp_path / "last" / "0.png"
+    samples = [first, replace(second, images=(elsewhere,)), replace(third, images=(last,))]
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of()
         faults = [{"where": "infer_requests[0].images[0]", "detail": "in no allowed folder"}]
         refused = Problem.of("invalid-request", "bad images", "infer_requests", faults)
-        server.routes[INFER] = lambda _: (refused.status, refused)
+        needs_push = problem("push-needed", "it broke", "server")
+        answers = chain(2 * [(refused.status, refused)], repeat(needs_push))
+        server.routes[INFER] = lambda _: next(answers)
         config = config_of(toy_checkpoint, toy_data, tmp_path, server)
         with pytest.raises(ContractErrors) as caught:
             reach_servers(config, {}, samples)
