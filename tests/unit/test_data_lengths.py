@@ -104,6 +104,10 @@ def test_another_processor_is_refused(tmp_path: Path) -> None:
     file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with pytest.raises(ContractError, match="CLIPImageProcessor"):
         QwenImageRule.of_checkpoint(tmp_path)
+    size = '"size": {"shortest_edge": 9}'
+    file.write_text(f'{{"image_processor_type": "Qwen2VLImageProcessor", {size}}}')
+    with pytest.raises(ContractError, match="its sizes cannot be read"):
+        QwenImageRule.of_checkpoint(tmp_path)
     file.write_text("[")
     with pytest.raises(ContractError, match="cannot be read"):
         QwenImageRule.of_checkpoint(tmp_path)

@@ -58,11 +58,15 @@ class QwenImageRule(NamedTuple):
                 "Use a model of the Qwen-VL family, whose image rule is implemented",
             )
         size = processor.get("size") or _DEFAULT_SIZE
-        return cls(
-            processor.get("patch_size", 14) * processor.get("merge_size", 2),
-            processor.get("min_pixels") or size["shortest_edge"],
-            processor.get("max_pixels") or size["longest_edge"],
-        )
+        try:
+            return cls(
+                processor.get("patch_size", 14) * processor.get("merge_size", 2),
+                processor.get("min_pixels") or size["shortest_edge"],
+                processor.get("max_pixels") or size["longest_edge"],
+            )
+        except (KeyError, TypeError) as error:
+            do = "Save the processor of the checkpoint again"
+            raise ContractError(str(where), f"its sizes cannot be read ({error})", do) from error
 
     def tokens(self, width: int, height: int) -> int | None:
         """Return the tokens of an image in pixels; None if its sides exceed `MAX_ASPECT`."""
