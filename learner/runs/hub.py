@@ -20,7 +20,7 @@ _LOGIN = (
 
 
 def require_hub_access(where: str, repository: str) -> None:
-    """Raise ContractError, about `where`, without a token of the Hub that may write.
+    """Raise ContractError, about `where`, unless the token may write to `repository`.
 
     The check reads the owner of the token and creates nothing. A token for single repositories
     passes, because the Hub does not list them.
