@@ -7,7 +7,6 @@ the processor, not of the clock; all targets of a round are kept, as a step keep
 import random
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -18,8 +17,7 @@ from benchmarks.data_plane_parts.parser import DESCRIPTIONS, qwen_tokenizer
 from benchmarks.results import Result, median_of
 from learner.config import load_config
 from learner.stages.formats.coord_json import serialize_objects
-from learner.stages.matching import match_objects
-from learner.stages.targets import assess, with_target
+from learner.stages.targets import run_stages
 from learner.stages.tokens import IM_END
 from learner.types import AssessedRollout, GroundTruthObject, RolloutOutput, Sample
 
@@ -59,9 +57,8 @@ def _seconds(
 
 
 def _run(answers: Sequence[Answer], tokenizer: PreTrainedTokenizerFast) -> list[AssessedRollout]:
-    match = partial(match_objects, config=CONFIG.rollout_matching.matching)
-    assessed = (assess(*each, tokenizer, match, allow_poly=True) for each in answers)
-    return [with_target(each, tokenizer, CONFIG) for each in assessed]
+    samples, rollouts = zip(*answers, strict=True)
+    return run_stages(samples, rollouts, tokenizer, CONFIG)
 
 
 def _answers(
