@@ -50,7 +50,7 @@ from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
-from learner.runs.resume import Start, data_digest, log_sizes
+from learner.runs.resume import data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.training.asynchronous_rollouts import AsyncSource
@@ -132,8 +132,9 @@ def train_as(
     folder, start = config.training.output_dir, inputs.start
     with ExitStack() as stack:
         opened = open_run_folder(config, inputs.placement, start)
+        _require_shared(folder, "steps", lambda: start.step, peers)  # else logs are cut
         broadcast_from_rank0(peers, lambda: str(stack.enter_context(opened)))
-        _require_shared(folder, start, peers)
+        _require_shared(folder, RUN, (folder / RUN).is_file, peers)
         for note in start.notes if peers.rank == 0 else ():
             tell(console, note)
         set_seed(config.training.seed)
@@ -186,12 +187,12 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
     return ReplacedSamples(inputs.train, inputs.bad, config.training.seed, fault, log.add)
 
 
-def _require_shared(folder: Path, start: Start, peers: Peers) -> None:
-    """Raise RunError in all processes unless they see the run folder of process 0."""
-    steps = peers.all_gather(lambda: start.step if (folder / RUN).is_file() else None)
-    if len(set(steps)) > 1:
+def _require_shared(folder: Path, what: str, seen: Callable[[], int], peers: Peers) -> None:
+    """Raise RunError in all processes unless they see the same of the run folder."""
+    found = peers.all_gather(seen)
+    if len(set(found)) > 1:
         raise RunError(
-            f"the learner processes see different folders {folder} (at the steps {steps}): "
+            f"the learner processes see different folders {folder} ({what}: {found}): "
             "training.output_dir must be one folder for all; on several machines, use a network "
             "folder"
         )

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
@@ -21,6 +22,8 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.resume import (
+    BEGINNING,
+    Start,
     data_digest,
     find_start,
     log_sizes,
@@ -28,8 +31,8 @@ from learner.runs.resume import (
 )
 from learner.runs.run_folder import RESOLVED
 from learner.training.input_checks import check_inputs
-from learner.training.train import train
-from shared_contracts.errors import ContractError, ContractErrors
+from learner.training.train import train, train_as
+from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_mapping
 
@@ -165,6 +168,33 @@ def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state
     assert find_start(config, processes=2).state(1, 2) == {"queue": [1]}
     with pytest.raises(ContractError, match="has the states of 2 processes"):
         find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01")
+def test_processes_that_see_different_folders_stop_before_logs_are_truncated(
+    mapping: dict[str, Any],
+) -> None:
+    config = parse_config(mapping)
+    folder = with_checkpoint(config, 2).parent
+    resumed, inputs = find_start(config, processes=1), check_inputs(config, {})
+
+    def errors(folders: list[Path], starts: list[Start]) -> list[str]:
+        places = [{"training": {"output_dir": str(each)}} for each in folders]
+        configs = [parse_config(merge(mapping, place)) for place in places]
+
+        def work(peers: Peers) -> None:
+            given = replace(inputs, start=starts[peers.rank])
+            train_as(peers, configs[peers.rank], given, [], Console(file=io.StringIO()))
+
+        found = [result.exception() for result in in_ranks(2, work)]
+        assert [type(error) for error in found] == [RunError] * 2
+        return [str(error).partition(": training")[0] for error in found]
+
+    found = errors([folder, folder], [BEGINNING, resumed])
+    assert all(error.endswith("(steps: [0, 2])") for error in found)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    found = errors([folder, folder.with_name("other")], [resumed, resumed])
+    assert all(error.endswith("(run.json: [True, False])") for error in found)
 
 
 @pytest.mark.req("RUN-01", "MET-01")
