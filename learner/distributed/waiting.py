@@ -50,16 +50,15 @@ def waiting_for(what: str, now: Callable[[], str] = str) -> Iterator[None]:
 
 
 @contextmanager
-def reporting_waits(say: Callable[[str], object], every_s: float | None = None) -> Iterator[None]:
-    """Call `say` in a thread for every wait of at least `every_s` seconds; None: EVERY_S."""
-    pause_s = EVERY_S if every_s is None else every_s
+def reporting_waits(say: Callable[[str], object], every_s: float = EVERY_S) -> Iterator[None]:
+    """Call `say` in a thread for every wait of at least `every_s` seconds."""
     over = threading.Event()
 
     def report() -> None:
-        while not over.wait(pause_s / 10):
+        while not over.wait(every_s / 10):
             innermost = {wait.thread: wait for wait in tuple(_waits)}
             for wait in innermost.values():
-                if time.monotonic() - wait.reported >= pause_s:
+                if time.monotonic() - wait.reported >= every_s:
                     wait.reported = time.monotonic()
                     say(wait.line())
 
