@@ -65,11 +65,12 @@ B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
             "No answers are logged",
         ),
         (MadeRun(Path()), "No step is logged yet."),
+        (MadeRun(Path()), "resolved_config.yaml --checkpoint CHECKPOINT --data FILE"),
         (replace(made(Path()), answers=[]), "No answers are logged"),
         (MadeRun(Path(), [step_line(1), step_line(2)]), "Not finished: step 2 of 3. The last line"),
         (made(Path()), "Finished: 20 steps in 1m00s."),
     ],
-    ids=["channel A", "nothing", "no answers", "going on", "over"],
+    ids=["channel A", "nothing", "no evaluation", "no answers", "going on", "over"],
 )
 def test_every_kind_of_run_has_a_report(run: MadeRun, text: str, tmp_path: Path) -> None:
     assert text in report(replace(run, path=tmp_path))

@@ -82,6 +82,18 @@ def test_each_step_of_a_run_shows_its_worst_answers_and_some_others(tmp_path: Pa
     assert (tally.answers, {each.step for each in shown}) == (3 * 44, {10, 20, 30})
 
 
+@pytest.mark.req("REPORT-01")
+def test_a_long_run_shows_its_worst_answer_and_good_ones(tmp_path: Path) -> None:
+    answers: list[StepAnswer] = []
+    for step in range(1, MOST + 1):
+        answers += [missing(1 + (step == 150), f"worst:{step}-{n}", step) for n in range(2)]
+        answers += good(2, step)
+    _, shown = read_answers(MadeRun(tmp_path, answers=answers).write())
+    assert len(shown) == MOST
+    assert shown[0].step == 150
+    assert 60 <= sum("worst" not in each.sample_id for each in shown) <= 70
+
+
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
 
 

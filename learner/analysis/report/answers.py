@@ -1,7 +1,7 @@
 """Answers of a run: faults, the subset for a page, and counts over all answers.
 
 A page with too many answers shows the worst ones (two thirds), and an even spread of the others by
-rank. Each step of a run has the same number of shown answers.
+rank. All steps of a run have nearly as many of the shown answers.
 """
 
 from collections import Counter
@@ -110,7 +110,7 @@ class Tally:
 def read_answers(folder: RunFolder, most_steps: int = MOST_STEPS) -> tuple[Tally, list[StepAnswer]]:
     """Read the answers of at most `most_steps` steps, evenly spread over the run.
 
-    Returns the counts of all of them, and those of the page, the same number of each step.
+    Returns the counts of all of them, and those of the page, worst first.
 
     Raises ContractError for an invalid line.
     """
@@ -119,5 +119,5 @@ def read_answers(folder: RunFolder, most_steps: int = MOST_STEPS) -> tuple[Tally
     for step in steps:
         answers = folder.answers(step)
         tally.add(answers)
-        shown += sample_answers(answers, MOST // len(steps))
-    return tally, sorted(shown, key=badness)
+        shown += sample_answers(answers, max(3, MOST // len(steps)))  # two worst, one other
+    return tally, _spread(sorted(shown, key=badness, reverse=True), MOST)[::-1]

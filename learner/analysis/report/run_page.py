@@ -8,6 +8,7 @@ run folder -> lines, evaluations, head      run_view.py
            -> one HTML file                 page.py, assets/
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -100,11 +101,12 @@ def _evaluations(
         "evaluations with `rollout_matching.eval_detection.save_answers`."
     )
     if newest is None:
+        config = shlex.quote(str(run.folder.path.absolute() / RESOLVED))
         lead = (
             "This run has no evaluation on held-out data. Its match rate is of images that it "
             "trains on. A run evaluates itself with `data.val_jsonl`, `training.eval_strategy` "
             "and `training.eval_steps`. Evaluate a checkpoint with "
-            f"`learner eval --config {run.folder.path / RESOLVED} --checkpoint CHECKPOINT`"
+            f"`learner eval --config {config} --checkpoint CHECKPOINT --data FILE`"
         )
     return Section("evaluations", "Evaluations", lead, tables=tables)
 
