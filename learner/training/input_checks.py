@@ -264,8 +264,14 @@ def check_backend(
 
 
 def learner_processes(environment: Mapping[str, str]) -> int:
-    """Return the number of learner processes, which torchrun sets."""
-    return int(environment.get("WORLD_SIZE", "1"))
+    """Return the number of learner processes, which torchrun sets.
+
+    Raises ContractError for a WORLD_SIZE that is no number.
+    """
+    count = environment.get("WORLD_SIZE", "1")
+    if not count.isdecimal() or count == "0":
+        raise ContractError("WORLD_SIZE", f"{count!r} is no number of processes", "Unset it")
+    return int(count)
 
 
 def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:

@@ -25,7 +25,7 @@ from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
-from learner.training.input_checks import check_backend, check_launcher
+from learner.training.input_checks import check_backend, check_launcher, learner_processes
 from learner.types import RolloutOutput
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
@@ -252,6 +252,13 @@ def test_processes_that_no_colocated_server_can_serve_are_refused(
     with pytest.raises(ContractError, match=found) as caught:
         check_backend(config, {CUDA_VISIBLE: "", **environment})
     assert caught.value.where == f"rollout_matching.{where}"
+
+
+def test_a_number_of_processes_that_is_none_is_refused() -> None:
+    """`learner doctor` reads a WORLD_SIZE that the user sets."""
+    for count in ("four", "0", ""):
+        with pytest.raises(ContractError, match=f"'{count}' is no number of processes"):
+            learner_processes({"WORLD_SIZE": count})
 
 
 # --- Its process ------------------------------------------------------------------------
