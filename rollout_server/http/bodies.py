@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
+from pydantic_core import from_json
 
 from rollout_server.runtime.refusals import refusal
 
@@ -34,12 +35,14 @@ class JsonBody(Generic[Model]):
         if not JSON_TYPE.match(request.headers.get("content-type", "")):
             found = "it is not sent as JSON; give the header `content-type: application/json`"
             raise refusal("bad-request", found, "body")
+        body = await request.body()
         try:
-            return self.model.model_validate_json(await request.body())
+            return self.model.model_validate_json(body)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False, include_context=False)
         first = [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_FAULTS]]
-        raise RequestValidationError(first)
+        is_json = first[0]["type"] != "json_invalid"
+        raise RequestValidationError(first, body=from_json(body) if is_json else None)
 
 
 def declare_bodies(app: FastAPI) -> None:

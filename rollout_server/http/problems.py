@@ -63,23 +63,49 @@ async def answer_refusal(_: Request, error: Exception) -> JSONResponse:
 
 async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    faults: dict[str, dict[str, Any]] = {}
+    for item in error.errors():
+        fault = _fault(item, error.body)
+        known = faults.setdefault(fault["where"], fault)
+        if fault["detail"] not in known["detail"]:  # from another member of a union
+            known["detail"] += f", or: {fault['detail']}"
     kind = "bad-request" if error.errors()[0]["type"] == "json_invalid" else "invalid-request"
-    errors = list(map(_fault, error.errors()))
+    errors = list(faults.values())
     first = errors[0]
     return problem_response(Problem.of(kind, first["detail"], first["where"], errors))
 
 
-def _fault(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a pydantic error as `{where, detail}`, with `index` for an infer request."""
-    keys = item["loc"][1:]
+def _fault(item: dict[str, Any], body: Any) -> dict[str, Any]:
+    """Return a pydantic error as `{where, detail}`, with `index` for an infer request.
+
+    body: the JSON value of the call's body.
+    """
+    part, *loc = item["loc"]
+    keys = _sent_keys(loc, body, is_missing=item["type"] == "missing") if part == "body" else loc
     where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     fault: dict[str, Any] = {
         "where": where.removeprefix(".")[:MAX_WHERE] or "body",
         "detail": str(item["msg"]).removeprefix("Value error, "),
     }
-    if keys[:1] == ("infer_requests",) and len(keys) > 1 and isinstance(keys[1], int):
+    if keys[:1] == ["infer_requests"] and len(keys) > 1 and isinstance(keys[1], int):
         fault["index"] = keys[1]
     return fault
+
+
+def _sent_keys(loc: list[int | str], value: Any, *, is_missing: bool) -> list[int | str]:
+    """Return the keys of `loc` that are in the body, without the names of union members.
+
+    is_missing: the last key is not in the body.
+    """
+    keys: list[int | str] = []
+    for place, key in enumerate(loc):
+        try:
+            value = value[key]
+        except (TypeError, KeyError, IndexError):
+            if not (is_missing and place == len(loc) - 1):
+                continue
+        keys.append(key)
+    return keys
 
 
 async def _answer_http(request: Request, error: Exception) -> JSONResponse:

@@ -92,6 +92,33 @@ def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> 
     assert "field 'videos' is not served" in problem.errors[2]["detail"]
 
 
+@pytest.mark.req("WIRE-05")
+@pytest.mark.parametrize(
+    ("content", "faults"),
+    [
+        (
+            [{"type": "text", "txt": "x"}],
+            {
+                "": "Input should be a valid string",
+                "[0].text": "Field required",
+                "[0].txt": "Extra inputs are not permitted",
+            },
+        ),
+        ([{"type": "sound"}], {"": "Input should be", "[0]": "Input tag 'sound'"}),
+    ],
+)
+def test_faults_are_named_by_the_keys_of_the_body(
+    client: TestClient, content: Any, faults: dict[str, str]
+) -> None:
+    body = {"infer_requests": [{"messages": [{"role": "user", "content": content}]}]}
+    errors = problem_of(client.post("/infer/", json=body)).errors or []
+    at = "infer_requests[0].messages[0].content"
+    assert [error["where"] for error in errors] == [at + below for below in faults]
+    for error, detail in zip(errors, faults.values(), strict=True):
+        assert error["detail"].startswith(detail)
+        assert error["index"] == 0
+
+
 @pytest.mark.req("SRV-06", "WIRE-05")
 def test_weight_call_without_its_attempt_is_refused(client: TestClient) -> None:
     for path, body in BODIES.items():

@@ -150,7 +150,7 @@ def test_answer_to_many_faults_is_short(client: TestClient) -> None:
     ):
         answer = client.post("/infer/", json=body)
         assert problem_of(answer).status == 422
-        assert len(answer.content) < 4000
+        assert len(answer.content) < 2000
     problem = problem_of(client.post("/infer/", json={"infer_requests": [], **fields}))
     assert len(problem.errors or []) == 1
     problem = problem_of(client.post("/infer/", json={"infer_requests": [1] * 100}))
