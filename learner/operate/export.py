@@ -38,6 +38,7 @@ from learner.runs.atomic_files import publish_directory, require_free
 from learner.runs.checkpoint import newest_checkpoint
 from learner.runs.hub import push_folder
 from learner.runs.run_folder import RESOLVED
+from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.weights import DTYPE_BYTES, DtypeName
 
@@ -53,7 +54,12 @@ def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
     """Raise ContractError unless the checkpoint is whole, and can be verified and written."""
     require_free(out)
     require_whole(checkpoint, "CHECKPOINT")
-    _ = Checkpoint(checkpoint, "CHECKPOINT").family
+    if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):
+        raise ContractError(
+            "CHECKPOINT",
+            f"{checkpoint} has neither config.json nor {ADAPTER}",
+            "Name the folder of a checkpoint, such as RUN/checkpoint-500",
+        )
     if verify == "all" and find_spec("vllm") is None:
         raise ContractError(
             "--verify",
