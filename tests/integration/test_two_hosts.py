@@ -22,6 +22,7 @@ import pytest
 
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
+from learner.runs.run_folder import METRICS
 from tests.contract.running_server import CPU, START_TIMEOUT_S
 from tests.unit.small_run import metric_lines, small_mapping
 
@@ -270,7 +271,7 @@ def test_a_run_over_two_hosts_trains_rolls_out_and_pushes(far: Far, tmp_path: Pa
 
 
 def run_nodes(far: Far, hosts: tuple[Host, Host], folder: Path, *, cut: bool = False) -> None:
-    """A run with a process on each of `hosts`. cut: the cable, once the server decodes."""
+    """A run with a process on each of `hosts`. cut: the cable, in the rollouts of the last step."""
     data = make_data(far.server.media / folder.name, train=24, val=4, seed=0)
     config = config_of(far, data, folder)
     logs = [folder / f"node{node}.log" for node in range(len(hosts))]
@@ -280,13 +281,21 @@ def run_nodes(far: Far, hosts: tuple[Host, Host], folder: Path, *, cut: bool = F
     ]
     try:
         if cut:
+
+            def wait_for(times: int, text: str, files: list[Path]) -> None:
+                while "".join(f.read_text() for f in files if f.exists()).count(text) < times:
+                    assert all(node.poll() is None for node in nodes), logs[0].read_text()
+                    time.sleep(0.05)
+
+            # Checks before the run, and the proof of the first push, decode too.
+            wait_for(STEPS - 1, '"loss"', [folder / "run" / METRICS])
             far.server.wait_until_it_decodes()
             far.here.cut()
-            while "is lost" not in "".join(log.read_text() for log in logs):
-                assert all(node.poll() is None for node in nodes), logs[0].read_text()
+            wait_for(1, "is lost", logs)
             far.here.mend()
         codes = [node.wait(300) for node in nodes]
     finally:
+        far.here.mend()
         for node in nodes:
             node.kill()
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
