@@ -42,6 +42,11 @@ def build_scorer(
     own = samples[peers.rank :: peers.count]
     seed = evaluation_seed(config, peers.rank)
     device = next(loaded.model.parameters()).device
+    facts: dict[str, Any] = {}  # the commit and the versions of the start of the run
+    if config.rollout_matching.eval_detection.enabled:
+        assert config.data.val_jsonl is not None, "checked with the config"
+        run = {"run": str(config.training.output_dir)}
+        facts = run | evaluation_facts(config, config.data.val_jsonl)
 
     def score(step: int) -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
@@ -58,11 +63,8 @@ def build_scorer(
         scores, notes = (over_processes(payload, device) for payload in payloads)
         of_calls = {f"eval/{key}": value for key, value in notes.metrics().items()}
         metrics = scores.metrics() | of_calls
-        if not config.rollout_matching.eval_detection.enabled:
+        if not facts:
             return metrics
-        assert config.data.val_jsonl is not None, "checked with the config"
-        run = {"run": str(config.training.output_dir)}
-        facts = run | evaluation_facts(config, config.data.val_jsonl)
         return metrics | finish_evaluation(config, step, evaluation.answers, facts, peers)
 
     return score
