@@ -307,7 +307,7 @@ def assess(
 
 
 def with_target(assessed: AssessedRollout, tokenizer: Tokenizer, config: Config) -> AssessedRollout:
-    """Add `Y_train` as the config has it, or the reason why there is none."""
+    """Return `assessed` with `Y_train`, or with the reason why there is none."""
     if assessed.left_out is not None:
         return assessed
     parsed, match, answers = assessed.parsed, assessed.match, answer_format(config)

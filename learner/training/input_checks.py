@@ -245,8 +245,8 @@ def check_backend(
     if rollout.backend != "colocate":
         return None
     processes = learner_processes(environment)
-    here = int(environment.get("LOCAL_WORLD_SIZE", processes))
-    if here != processes:
+    here = environment.get("LOCAL_WORLD_SIZE", str(processes))
+    if here != str(processes):
         raise ContractError(
             "rollout_matching.vllm.mode",
             f"colocate, and {here} of {processes} learner processes run on this machine",
@@ -286,9 +286,9 @@ def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> 
                 f"the learner was launched with {library}, which its YAML says nothing of",
                 "Launch with torchrun; training.data_parallel: fsdp2 shards the model",
             )
-    local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
     seen = visible_gpus(environment, gpus)
-    if seen and local > len(seen):
+    if seen and local.isdecimal() and int(local) > len(seen):
         raise ContractError(
             CUDA_VISIBLE,
             f"{len(seen)} GPUs are visible to {local} learner processes on this machine",

@@ -97,7 +97,7 @@ def test_a_generation_whose_connection_ended_counts_once() -> None:
 
 
 class CountingPool(Pool):
-    """Answers each call with one envelope, whose token is the number of the call."""
+    """Answers each call with one envelope. Its token is the number of the call."""
 
     calls = 0
 
