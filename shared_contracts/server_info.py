@@ -106,18 +106,31 @@ class Info(Wire):
     versions: dict[str, str]
 
 
-def given_token(environment: Mapping[str, str], option: Path | None = None) -> str | None:
-    """Return the token of calls: from the file `option` (`token_file`), from that of
-    TOKEN_FILE_VARIABLE, or from TOKEN_VARIABLE; None without one. An empty variable is not set.
+def given_token(
+    environment: Mapping[str, str], option: Path | None = None, *, refuse_empty: bool = False
+) -> str | None:
+    """Return the token of calls, from `option` (`token_file`) or either variable; None without one.
 
-    Raises ContractError for a token that a header cannot contain, and an unreadable file.
+    refuse_empty: an empty TOKEN_VARIABLE is an error; else it counts as not set.
+
+    Raises ContractError for a token that a header cannot contain, an unreadable file, and two
+    different tokens.
     """
-    if option is not None:
-        return _read(option, "token_file")
+    files = {} if option is None else {"token_file": option}
     if path := environment.get(TOKEN_FILE_VARIABLE):
-        return _read(Path(path), TOKEN_FILE_VARIABLE)
-    value = environment.get(TOKEN_VARIABLE, "").strip()
-    return _checked(value, TOKEN_VARIABLE) if value else None
+        files[TOKEN_FILE_VARIABLE] = Path(path)
+    tokens = {where: _read(file, where) for where, file in files.items()}
+    value = environment.get(TOKEN_VARIABLE)
+    if value is not None and (refuse_empty or value.strip()):
+        tokens[TOKEN_VARIABLE] = _checked(value, TOKEN_VARIABLE)
+    if not tokens:
+        return None
+    (where, token), *others = tokens.items()
+    for other, value in others:
+        if value != token:
+            found = f"it holds another token than {other}"
+            raise ContractError(where, found, "Give one of the two")
+    return token
 
 
 def _read(path: Path, where: str) -> str:

@@ -123,12 +123,22 @@ def find_start(config: Config, processes: int) -> Start:
 
 
 def require_run_folder(config: Config) -> None:
-    """Raise ContractErrors unless this process can write the folders of the run."""
+    """Raise ContractErrors unless this process can write the run folder and its files."""
     training = config.training
     found = CheckErrors()
     found.of(lambda: require_folder("training.output_dir", training.output_dir))
     found.of(lambda: require_folder("training.logging_dir", training.logging_dir))
+    if not found.errors:
+        found.errors += _unwritable_parts(training.output_dir)
     found.raise_all()
+
+
+def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
+    """Yield an error for each file that a resumed run would change and cannot."""
+    for path in (folder / METRICS, folder / ROLLOUTS, *checkpoints_in(folder)):
+        if path.exists() and not os.access(path, os.W_OK):
+            do = "Give this user the right to write it, or name another folder"
+            yield ContractError("training.output_dir", f"{path} is not writable", do)
 
 
 def prepare_folder(folder: Path, start: Start) -> None:

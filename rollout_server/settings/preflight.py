@@ -96,7 +96,7 @@ def check_cpu_build(settings: ServerSettings) -> None:
 
 def read_token(settings: ServerSettings, environment: Mapping[str, str]) -> SecretStr | None:
     """Return the token of `token_file` or of the environment; raises as `given_token`."""
-    token = given_token(environment, settings.token_file)
+    token = given_token(environment, settings.token_file, refuse_empty=True)
     return None if token is None else SecretStr(token)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -320,4 +321,15 @@ def test_an_unreadable_resolved_config_is_refused(
     if content is not None:
         resolved.write_text(content)
     with pytest.raises(ContractError, match=f"^{resolved}"):
+        find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(mapping)
+    checkpoint = with_checkpoint(config, 2)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
+    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
         find_start(config, processes=1)
