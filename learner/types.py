@@ -68,7 +68,7 @@ CATEGORY_LISTS = (NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES)
 
 
 def normalized(desc: str) -> str:
-    """A description in Unicode's form NFC, in which descriptions are compared (RES-20).
+    """Return a description in Unicode's form NFC, in which descriptions are compared (RES-20).
 
     Tokenizers normalize to NFC, so a model can only write this form.
     """

@@ -377,7 +377,7 @@ class Config(StrictModel):
             yield Refusal(found, do, "rollout_matching.vllm.enable_lora")
 
     def _of_channels(self) -> Iterator[Refusal]:
-        """A channel that may run needs a module that trains in it."""
+        """Require a training module in each channel that may run."""
         for channel in self._channels():
             if not self._teaching(channel):
                 found = f"channel {channel} runs, but no enabled module of positive weight lists it"
@@ -395,7 +395,7 @@ class Config(StrictModel):
             yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_modules(self) -> Iterator[Refusal]:
-        """A module needs a channel that may run, and the answers that it reads."""
+        """Require, for each module, a channel that may run and the answers that it reads."""
         for index, module in enumerate(self.pipeline.objective):
             if not module.enabled:
                 continue

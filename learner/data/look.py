@@ -86,7 +86,7 @@ def write_page(samples: Sequence[Sample], out: Path) -> None:
 
 
 def picture_name(sample: Sample) -> str:
-    """`train.jsonl:7` -> `train-00007.png`."""
+    """Return `train-00007.png` for `train.jsonl:7`."""
     file, _, line = sample.sample_id.rpartition(":")
     return f"{Path(file).stem}-{int(line):05d}.png"
 

@@ -45,7 +45,7 @@ def output_head(model: nn.Module) -> nn.Module:
 
 
 def whole_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers, whatever it is wrapped in."""
+    """Return the model of transformers without its wrappers."""
     return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 

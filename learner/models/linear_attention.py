@@ -60,5 +60,5 @@ class _Separate(nn.Module):
 
 
 def _has_kernels() -> bool:
-    """Whether transformers finds the kernels of convolution and recurrence, which take bounds."""
+    """Return whether transformers finds the kernels (convolution, recurrence) that take bounds."""
     return bool(is_flash_linear_attention_available() and is_causal_conv1d_available())

@@ -27,14 +27,14 @@ def packed_forward(
     read: Callable[[HeadInput], T],
     embeddings: Tensor | None = None,
 ) -> T:
-    """One forward of the pack, without a cache; what `read` makes of the input of the head.
+    """Run one forward of the pack, without a cache; return `read` of the input of the head.
 
-    `read` is called in the place of the head, within the model's forward: there FSDP2 has the
-    head's weights, and gathers them again before the backward of what `read` returns. What it
-    returns is the output of whatever wraps the model.
+    The model's forward calls `read` in the place of the head. There FSDP2 has the head's weights,
+    and it gathers them again before the backward of the result. The result is also the output of
+    all wrappers of the model.
 
-    embeddings: (1, L, hidden) in the place of the token ids; the model looks for its image
-        placeholders in them and puts what it sees there.
+    embeddings: (1, L, hidden) in the place of the token ids. The model finds its image placeholders
+        in them and replaces these by image features.
     """
     head, whole = output_head(model), whole_model(model)
     vocabulary = whole.config.get_text_config().vocab_size
@@ -58,10 +58,10 @@ def packed_forward(
 
 @contextmanager
 def _known_on_host(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
-    """Within the block, forwards of `model` get what the host knows of a pack.
+    """Within the block, forwards of `model` get the values of a pack that are on the host.
 
-    So the host waits for nothing that it knows. Hooks hand it to the modules inside of `model`: DDP
-    and FSDP2 move every tensor that they are called with to the device, and FSDP2 rounds it.
+    So the host does not wait for the device to compute them. Hooks pass them to the modules inside
+    of `model`: DDP and FSDP2 move each tensor argument to the device, and FSDP2 rounds it.
     """
     family = family_of(model)
     inner: Any = model.model
@@ -83,7 +83,7 @@ def _known_on_host(model: PreTrainedModel, pack: Pack) -> Iterator[None]:
 
 
 def _adding(module: nn.Module, arguments: dict[str, Any]) -> RemovableHandle:
-    """A hook that calls `module` with these in addition to its arguments, or in their place."""
+    """Return a hook that adds these to the arguments of `module`, or replaces them."""
 
     def add(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

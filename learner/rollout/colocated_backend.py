@@ -52,7 +52,7 @@ class ColocatedBackend(RolloutBackend):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The server has the device within the block, and the learner afterwards.
+        """Give the device to the server within the block, and then to the learner.
 
         Every push and rollout is one by itself; a block around several moves the memory once.
         """

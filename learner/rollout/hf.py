@@ -182,7 +182,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _padded(prompts: Sequence[EncodedPrompt], names: Sequence[str]) -> dict[str, Tensor]:
-    """Inputs of one forward; B prompts of at most L ids -> (B, L), padded on the left.
+    """Return the inputs of one forward: B prompts of at most L ids -> (B, L), padded on the left.
 
     A row is padded with its own first id, which the attention mask hides: a repetition
     penalty looks at all ids, and must find none that the prompt does not have.

@@ -7,15 +7,15 @@ from learner.types import COORD_BINS as COORD_BINS
 
 
 def encode_bin(c: float) -> int:
-    """Bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
+    """Return the bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
     return round((COORD_BINS - 1) * min(max(c, 0.0), 1.0))
 
 
 def decode_bin(k: int) -> float:
-    """Normalized coordinate in [0, 1] of bin `k`: `k / 999`."""
+    """Return the normalized coordinate in [0, 1] of bin `k`: `k / 999`."""
     return k / (COORD_BINS - 1)
 
 
 def coord_token(k: int) -> str:
-    """Text of the coordinate token of bin `k`."""
+    """Return the text of the coordinate token of bin `k`."""
     return f"<|coord_{k}|>"

@@ -99,7 +99,7 @@ def match_objects(
 
 
 def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
-    """IoU of two shapes' masks on a canvas of `resolution` x `resolution` pixels.
+    """Return the IoU of two shapes' masks on a canvas of `resolution` x `resolution` pixels.
 
     resolution: 2 to 4096, as in `MatchingConfig`; pycocotools counts pixels in 32 bits.
     The corners of a box may have any order.

@@ -98,7 +98,7 @@ def _rewards(
     large = {p for p, share in enumerate(shares) if share >= own.oversized_share}
 
     def reward(objects: int, dropped: int) -> Reward:
-        """The reward of an answer that ends after so many objects and dropped entries."""
+        """Return the reward of an answer that ends after so many objects and dropped entries."""
         begun = iou[:objects]
         hits_at = [len(most_pairs(begun, begun >= least)) for least in IOU_THRESHOLDS]
         both = objects - sum(place < objects for place in unjudged) + len(truths)

@@ -1,9 +1,9 @@
 """The interface between the pure stages and a tokenizer.
 
-`Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
-the coordinate tokens and of those that end an answer, and `TokenTable` that vocabulary and the
-text of each id, both of one tokenizer; `token_table(tokenizer)` keeps one table per tokenizer.
-`TokenText` is the text of some tokens, with the token of each character.
+Tokenizer     the protocol; a fast tokenizer of transformers implements it
+CoordVocab    the ids of the coordinate tokens, and of those that end an answer
+TokenTable    the vocabulary and the text of each id, one table for each tokenizer
+TokenText     the text of some tokens, with the token of each character
 """
 
 import re
@@ -44,16 +44,16 @@ class Tokenizer(Protocol):
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
     ) -> Any:
-        """Text of the ids."""
+        """Return the text of the ids."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
-        """Ids of the text."""
+        """Return the ids of the text."""
 
     def convert_tokens_to_ids(self, tokens: str, /) -> Any:
-        """Id of one token."""
+        """Return the id of one token."""
 
     def convert_ids_to_tokens(self, ids: int, /) -> Any:
-        """Token of one id; a byte-level tokenizer writes each byte of it as one character."""
+        """Return the token of one id; a byte-level tokenizer writes each byte as one character."""
 
 
 def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
@@ -158,7 +158,7 @@ class TokenTable:
         self._pieces: dict[int, str] = {}
 
     def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-        """Text of each id decoded alone; an id outside of the vocabulary has none.
+        """Return the text of each id, decoded alone; "" for an id outside of the vocabulary.
 
         tokenizer: the one that the table is of.
         """
@@ -176,9 +176,9 @@ _TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()
 
 
 def token_table(tokenizer: Tokenizer) -> TokenTable:
-    """The table of a tokenizer, built at its first use.
+    """Return the table of a tokenizer, built at its first use.
 
-    Raises `ContractError` when the tokenizer lacks coordinate tokens or `<|im_end|>`.
+    Raises `ContractError` if the tokenizer lacks coordinate tokens or `<|im_end|>`.
     """
     if tokenizer not in _TABLES:
         _TABLES[tokenizer] = TokenTable(tokenizer)
@@ -186,7 +186,7 @@ def token_table(tokenizer: Tokenizer) -> TokenTable:
 
 
 class Edit(NamedTuple):
-    """`text` in place of the characters [start, end), of which there is at least one."""
+    """Replaces the characters [start, end), at least one, by `text`."""
 
     start: int
     end: int
@@ -206,27 +206,27 @@ class TokenText:
         self._starts = [0, *accumulate(map(len, pieces))]
 
     def start_of(self, token: int) -> int:
-        """Place of the first character of a token, and where the text ends of the one behind."""
+        """Return the place of the first character of a token; of the next index, the end."""
         return self._starts[token]
 
     def token_at(self, place: int) -> int:
-        """Index of the token that holds the character at `place`; never one without text."""
+        """Return the index of the token with the character at `place`; never one without text."""
         return bisect_right(self._starts, place) - 1
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """Tokens that hold a character in [start, end); at least one is there."""
+        """Return the tokens, at least one, with a character in [start, end)."""
         found = range(self.token_at(start), self.token_at(end - 1) + 1)
         return [token for token in found if self.pieces[token]]
 
     def edited(
         self, token_ids: Sequence[int], edits: Sequence[Edit], tokenizer: Tokenizer
     ) -> list[int]:
-        """The ids of these tokens with some of their text replaced.
+        """Return the ids of these tokens after edits of their text.
 
         edits: in order; none overlaps another.
 
-        A token whose text stays keeps its id. Where an edit replaces a part of a token, the rest
-        of it is encoded again, together with what stands beside it now.
+        A token whose text stays keeps its id. If an edit replaces a part of a token, the rest of it
+        is encoded again, together with the text beside it.
         """
         ids: list[int] = []
         part = ""  # new text of tokens that edits touch

@@ -162,16 +162,16 @@ def _sinkhorn(
 
 
 def _soft_min(values: FloatArray, epsilon: float, count: IndexArray) -> FloatArray:
-    """-epsilon * log(sum(exp(-values / epsilon)) / count) along the first axis."""
+    """Return -epsilon * log(sum(exp(-values / epsilon)) / count) along the first axis."""
     least, kernel = _gibbs(values, epsilon)
     soft: FloatArray = least - epsilon * np.log(kernel.sum(axis=0) / count)
     return soft
 
 
 def _gibbs(values: FloatArray, epsilon: float) -> tuple[FloatArray, FloatArray]:
-    """(least, exp(-(values - least) / epsilon)), `least` being the minimum along the first axis.
+    """Return least and exp(-(values - least) / epsilon), with the minima of the first axis.
 
-    The minimum goes before the division, so the largest entry is exactly 1 for any
+    The minimum is subtracted before the division, so the largest entry is exactly 1 for any
     epsilon; a quotient that overflows is an entry of 0.
     """
     least = values.min(axis=0)

@@ -174,7 +174,7 @@ class AsyncSource(RolloutSource):
 
     @contextmanager
     def exclusive_access(self) -> Iterator[None]:
-        """In the block no process requests answers. All processes enter it together.
+        """Let no process request answers in the block. All processes enter it together.
 
         An error in the block ends the run.
         """

@@ -60,7 +60,7 @@ class ChannelA:
             return [self._segment(sample) for sample in samples]
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
-        """The first and the last of the pack's forwards."""
+        """Return statistics of the first and the last of the forwards of a pack."""
         return self.context.forward_stats(model, pack, reader)
 
     def _segment(self, sample: Sample) -> Segment:

@@ -101,13 +101,13 @@ def score_checkpoint(
 
 
 def evaluation_seed(config: Config, rank: int = 0) -> int:
-    """Of the first sample of a process; sample i has the seed + i."""
+    """Return the seed of the first sample of a process; sample i has the seed + i."""
     base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
     return request_seed(base, 0, 0)
 
 
 def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
-    """How samples are scored, beside by which weights."""
+    """Return how samples are scored, without the weights."""
     return {
         "data": str(data),
         "seed": evaluation_seed(config),

@@ -217,7 +217,7 @@ class StepRunner:
             self._log_calls({"step": report.step + 1, **base, **record})
 
     def _learn(self, this: _Step, chunks: Iterator[Chunk[Pack]]) -> Tensor:
-        """One forward and backward per pack, weighted by its fraction of the samples (LOSS-05).
+        """Run a forward and a backward per pack, weighted by its fraction of the samples (LOSS-05).
 
         Gradients are averaged over ranks with equally many samples, so the fractions of each
         rank's own samples give the loss of the whole step. FSDP2 averages in every backward, so no
@@ -269,7 +269,7 @@ class StepRunner:
     def _counted(
         self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
     ) -> tuple[Iterator[Chunk[Pack]], float]:
-        """All packs of the step as one chunk, and the mean number of kept tokens of a rank.
+        """Return all packs of the step as one chunk, and the mean number of kept tokens of a rank.
 
         A pack with the fraction f of its rank's samples then has the denominator `f * tokens`:
         weighted by f, and averaged over the ranks, the losses are the mean over all tokens.

@@ -177,7 +177,7 @@ class SharedMemorySender(Sender):
         return slots
 
     def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], object]:
-        """The workers copy the slot while the next one is packed."""
+        """Let the workers copy the slot while the next one is packed."""
         if bucket.is_cuda:
             torch.cuda.synchronize(bucket.device)
         group.broadcast(torch.zeros(1, dtype=torch.uint8), 0).wait(left)

@@ -216,7 +216,7 @@ class SyncMode:
     def of(
         cls, model: nn.Module, mode: Literal["full", "adapter"], fallback_to_full: bool
     ) -> "SyncMode":
-        """For a model under training.
+        """Return the mode of the pushes of a model in training.
 
         An adapter that is not all that is trained counts as a failed push from the start.
         Raises ContractError for `adapter` without one.

@@ -1,13 +1,13 @@
-"""Today's answer format: one JSON object of objects, coordinates as tokens of the vocabulary.
+"""The default answer format: one JSON object of objects, with coordinate tokens.
 
     {"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", ...]}, ...}<|im_end|>
 
-The strict parser (PARSE-01 to 07) says which objects an answer holds, and where it can be cut.
+The strict parser (PARSE-01 to 07) returns the objects of an answer and the place of its cut.
 `append` is the one serializer of both channels (APPEND-01).
 
-The parser makes one pass over the ids: each is decoded alone, the scanner reads the text, and
-every entry of the outermost object is assessed by itself. A coordinate is known by its id, never
-by its text. Nothing is repaired. An entry that breaks a rule is dropped with the first reason
+The parser makes one pass over the ids: each id is decoded alone, the scanner reads the text, and
+each entry of the outermost object is assessed separately. A coordinate is recognized by its id,
+never by its text. Nothing is repaired. An entry that breaks a rule is dropped with the first reason
 that applies (PARSE-04), the others stay.
 
     ids      {" object _1 ": {" desc ": " cat ", ... ]}}          }} is one token
@@ -19,9 +19,9 @@ Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-
 Three decisions where the rules leave room:
 
 - The token of an image or a video (`<|image_pad|>`) ends an answer as `<|im_end|>` does: it is
-  no text, and in the prefix the model would look for pixels behind it.
-- A key of more than 640 digits is no `object_n`; one of 640 digits is, and does not count for
-  the largest n, so that the key after any number that counts can be read back (APPEND-02).
+  no text, and a forward replaces it by pixels.
+- A key of more than 640 digits is no `object_n`. One of 640 digits is, and does not count for the
+  largest n, so the key after the largest n can always be read back (APPEND-02).
 - Brackets more than `MAX_BRACKETS` deep in an object count as nested keys (`key_invalid`).
 """
 
@@ -59,7 +59,7 @@ class CoordJson(JsonFormat):
         return entry.key, None if key is None else int(key[1])
 
     def largest_index(self, prefix_text: str, entries: Sequence[Entry]) -> int:
-        """Of all keys, and of what an entry without a colon has for a key: its name is taken."""
+        """Return the largest number of all keys, also of an entry without a colon."""
         numbers = [key[1] for key in _COUNTED_KEY.finditer(prefix_text)]
         names = [_OBJECT_KEY.fullmatch(e.key) for e in entries if e.end < len(prefix_text)]
         numbers += [name[1] for name in names if name is not None and len(name[1]) < MAX_DIGITS]
@@ -74,7 +74,7 @@ class CoordJson(JsonFormat):
         return super().fault(scan, text, objects)
 
     def removals(self, scan: Scan, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
-        """The valid entries behind a gap are numbered anew, too."""
+        """Return also the edits that give valid entries behind a gap new numbers."""
         edits = super().removals(scan, prefix, kept)
         largest = 0  # number of the entries kept so far
         entries = zip(scan.entries, prefix.entry_ends, strict=True)
@@ -94,7 +94,7 @@ class CoordJson(JsonFormat):
         start_index: int,
         field_order: FieldOrder,
     ) -> str:
-        """Text that continues `prefix_text` with `objects` and closes the answer.
+        """Return the text that continues `prefix_text` with `objects` and closes the answer.
 
         prefix_text: ends (white space aside) in `}`, `{` or `,`; anything else cannot be
             continued and raises `ContractError`, as does a comma with nothing to follow it.

@@ -99,7 +99,7 @@ def other_container(text: str) -> AnswerFault | None:
 
 
 def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] | None:
-    """Fields of the object; None if it is no JSON, or keys repeat or nest."""
+    """Return the fields of the object; None if it is no JSON, or keys repeat or nest."""
     if entry.nested:
         return None
     # A bare coordinate becomes a number, so that it is no description.

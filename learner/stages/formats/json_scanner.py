@@ -1,24 +1,24 @@
 r"""Scanner over the text of an answer in JSON: where its entries begin and end.
 
 An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}`, or the list in one,
-`{"objects": [{...}, {...}]}`. `JsonScanner` reads its text once and keeps the place of everything
-it finds. It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a colon, or a run of
-anything else; what an entry holds is for the format to judge.
+`{"objects": [{...}, {...}]}`. `JsonScanner` reads its text once and records the places of entries.
+It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a colon, or a run of other
+characters. The format judges the content of an entry.
 
     {"object_1": {"desc": "cat", ...}, "object_2": {...}}
     ^            ^                  ^                   ^
     open_at      value_start        end          close_at
 
-An entry lasts from the end of the one before it to the last character of its own value,
-so the comma, the key and any garbage between two values belong to the later one.
+An entry begins behind the entry before it, and ends with the last character of its own value. So
+the comma, the key and any garbage between two values belong to the later entry.
 
     {"objects": [{"desc": "cat", ...}, {...}]}
                 ^^                   ^       ^
           open_at value_start        end     close_at
 
-The entries of a list have no key, and begin with their value. Something else than the outermost
-brace behind the list, or a brace in place of the bracket that ends it, is `unpaired` and an
-unfinished entry. Nothing is read behind it.
+The entries of a list have no key, and begin with their value. Other text than the outermost brace
+behind the list, or a brace in the place of its closing bracket, is `unpaired` and an unfinished
+entry. The scanner stops there.
 """
 
 import re
@@ -80,7 +80,7 @@ class JsonScanner:
         return self._found
 
     def _read_between_objects(self, lexeme: re.Match[str]) -> int:
-        """Read one lexeme, or a whole object; the place of the next one."""
+        """Read one lexeme, or a whole object; return the place of the next one."""
         start, end = lexeme.span()
         char = self._text[start]
         if char == '"':
@@ -105,7 +105,7 @@ class JsonScanner:
         return end
 
     def _close(self, char: str, place: int) -> None:
-        """Stop at the brace or bracket that closes the answer, or stands where one closes it."""
+        """Stop at a brace or bracket that closes the answer, or is in the place of one."""
         self._stopped = True
         ending = _LIST_END.match(self._text, place)  # of a bracket
         if not self._is_list:
@@ -117,7 +117,7 @@ class JsonScanner:
             self._draft.start = place
 
     def _read_object(self, start: int) -> int:
-        """Read an object, of an entry or inside of brackets; the place after it."""
+        """Read an object, of an entry or inside of brackets; return the place after it."""
         draft = self._draft
         self._found.unpaired |= self._brackets > 0
         if self._brackets == 0:
@@ -156,7 +156,7 @@ class JsonScanner:
         return end + 1
 
     def _end_outer_string(self, start: int, end: int) -> None:
-        """A string between objects ended: a key, or a value that is no object."""
+        """Take a string between objects: a key, or a value that is no object."""
         if self._is_list or self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
             self._take_plain_value(start, end)
             return
@@ -167,7 +167,7 @@ class JsonScanner:
         self._next = _Next.COLON
 
     def _take_plain_value(self, start: int, end: int) -> None:
-        """A part of a value that is no object, or garbage where no value can be."""
+        """Take a part of a value that is no object, or garbage in the place of a value."""
         if self._next is _Next.VALUE and self._draft.start == NOWHERE:
             self._draft.start = start
         self._draft.end = end - 1

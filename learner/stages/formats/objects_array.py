@@ -38,7 +38,7 @@ class ObjectsArray(JsonFormat):
     opening = HEAD
 
     def fault(self, scan: Scan, text: str, objects: Sequence[ParsedObject]) -> AnswerFault | None:
-        """A text that ends within the head is none of another format."""
+        """Return None for a text that ends within the head; else as in `AnswerFormat`."""
         if scan.open_at is None and HEAD.startswith("".join(text.split())):
             return None
         if scan.open_at is None and _NO_LIST.match(text):

@@ -45,7 +45,7 @@ def _rank(pack: Sequence[int]) -> tuple[int, int]:
 
 
 def _first_come(lengths: Sequence[int], capacity: int) -> list[int]:
-    """FIFO-greedy: in insertion order, the length of each segment that still fits."""
+    """Return, in insertion order, the length of each segment that still fits (FIFO-greedy)."""
     taken = []
     for length in lengths:
         if length <= capacity:
@@ -84,7 +84,7 @@ def plan_packs(lengths: Sequence[int], capacity: int, min_fill: float) -> list[l
 
 
 def _first_fit(descending: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit-decreasing: each length goes into the first bin that has room for it."""
+    """Put each length into the first bin that has room for it (first-fit-decreasing)."""
     bins: list[list[int]] = []
     for length in descending:
         for packed in bins:
@@ -97,7 +97,7 @@ def _first_fit(descending: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _even(descending: Sequence[int], count: int) -> list[list[int]]:
-    """Longest-processing-time rule: each length goes into the emptiest of `count` bins."""
+    """Put each length into the emptiest of `count` bins (longest-processing-time rule)."""
     bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
     for length in descending:
         total, packed = bins[0]
@@ -131,7 +131,7 @@ def check_length(length: int, capacity: int, sample_id: str) -> None:
 
 
 def check_lengths(lengths: Sequence[int], capacity: int, place: str) -> None:
-    """`check_length` for each; messages name a segment by its index in `place`."""
+    """Call `check_length` for each; messages name a segment by its index in `place`."""
     for index, length in enumerate(lengths):
         check_length(length, capacity, f"at index {index} of the {place}")
 
