@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from learner.rollout.distribution import (
     next_call,
+    part_size,
     plan_chunks,
     rank_caps,
     rank_chunk_size,
@@ -106,6 +107,7 @@ def test_ranks_share_the_places_of_the_servers(
         (65, 64, 4, 0, 8),
         (65, 5, 4, 0, 5),
         (3, 5, 1, 0, 3),
+        (64, 64, 4, 0, 64),
         (65, 64, 100, 0, 64),
         # What small calls leave of the places is put together.
         (65, 3, 4, 8, 3),
@@ -118,6 +120,14 @@ def test_the_next_call_of_64_places(
     waiting: int, free: int, ranks: int, running: int, count: int
 ) -> None:
     assert next_call(waiting, free, 64, ranks, running) == count
+
+
+@pytest.mark.req("STEP-03")
+@pytest.mark.parametrize(
+    ("n", "most", "size"), [(32, 64, 8), (33, 64, 9), (32, 4, 4), (3, 64, 1), (0, 64, 1), (9, 0, 1)]
+)
+def test_a_step_has_four_parts_or_more(n: int, most: int, size: int) -> None:
+    assert part_size(n, most) == size
 
 
 @pytest.mark.req("DIST-03", "FULL-06")

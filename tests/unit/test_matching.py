@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pycocotools.mask as coco_mask
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -112,6 +112,7 @@ FEW_PLACES = st.sampled_from([0, 1, 100, 200, 300, 400, 999])
 
 
 @pytest.mark.req("MATCH-01")
+@example([box(0, 400, 10, 410)], [box(9, 0, 99, 9), box(20, 420, 99, 499)], 1)  # y decides
 @given(
     st.lists(boxes(FEW_PLACES), max_size=4),
     st.lists(boxes(FEW_PLACES), max_size=6),

@@ -10,6 +10,9 @@ from learner.stages.coords import COORD_BINS, coord_token, decode_bin, encode_bi
 from learner.stages.tokens import (
     IM_END,
     CoordVocab,
+    Edit,
+    TokenText,
+    decode_exactly,
 )
 from shared_contracts.errors import ContractError
 from tests.unit.answers import pieces
@@ -50,6 +53,16 @@ def test_an_id_outside_of_the_vocabulary_has_no_text(
     tokenizer: PreTrainedTokenizerFast, token_id: int
 ) -> None:
     assert pieces(tokenizer, [token_id]) == [""]
+
+
+def test_all_edits_of_one_token_are_made_and_other_tokens_keep_their_ids() -> None:
+    tokenizer = bare_tokenizer("abcd", "efg")
+    ids = tokenizer.encode("efgabcdefg")
+    edits = [Edit(3, 4, "x"), Edit(5, 6, "yz"), Edit(9, 10, "")]
+    text = TokenText([decode_exactly(tokenizer, [each]) for each in ids])
+    edited = text.edited(ids, edits, tokenizer)
+    assert decode_exactly(tokenizer, edited) == "efgxbyzdef"
+    assert edited[0] == ids[0]
 
 
 # ---- bins ----------------------------------------------------------------------------
