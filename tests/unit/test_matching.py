@@ -351,7 +351,10 @@ def test_bounding_boxes_hold_every_point_of_a_shape() -> None:
 
 
 @pytest.mark.req("RES-20")
-def test_a_shape_without_area_overlaps_its_equal_alone() -> None:
+def test_a_shape_without_area_and_half_of_a_box_overlap_their_equals_alone() -> None:
     lines = [(10, 20, 10, 40), (10, 20, 10, 41)]
     thin = [GroundTruthObject("line", Shape("bbox_2d", coords)) for coords in lines]
     assert exact_iou(thin, thin, 64).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    halves = [poly(0, 0, 900, 0, 0, 900), poly(900, 0, 900, 900, 0, 900)]  # of one bounding box
+    (own, other), _ = exact_iou(halves, halves, 64)
+    assert (own, other < 0.1) == (1.0, True)

@@ -7,20 +7,27 @@ import json
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from learner.config import parse_config
+from learner.config import merge, parse_config
 from learner.config.rollout_matching import MatchingConfig
+from learner.stages.formats.compact import COMPACT
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
-from learner.stages.targets import TargetUnreadable, build_ground_truth_target, build_target
-from learner.stages.tokens import IM_END, token_table
+from learner.stages.targets import (
+    TargetUnreadable,
+    build_ground_truth_target,
+    build_target,
+    run_stages,
+)
+from learner.stages.tokens import IM_END, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
-from learner.types import FieldOrder, GroundTruthObject, MatchResult, Role, Shape, Target
+from learner.types import FieldOrder, GroundTruthObject, MatchResult, Role, Sample, Shape, Target
 from tests.unit.answers import (
     BIRD,
     CAT,
@@ -32,7 +39,8 @@ from tests.unit.answers import (
     pieces,
     text_of,
 )
-from tests.unit.config_faults import WARMUP
+from tests.unit.config_faults import ALIGNED, WARMUP
+from tests.unit.small_run import rollout
 
 DOG_BINS = DOG.shape.coords
 
@@ -261,3 +269,19 @@ def test_a_target_that_does_not_read_back_is_refused(
         target_of(tokenizer, "{}", [DOG, cursed], [])
     with pytest.raises(TargetUnreadable, match=said):
         build_ground_truth_target([cursed], tokenizer, "desc_first")
+
+
+@pytest.mark.req("FMT-01", "OT-01")
+def test_the_stages_of_a_run_have_its_format_and_its_settings(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    plan: dict[str, Any] = {"ot_cost": "l1", "ot_epsilon": 70.0, "ot_iters": 3}
+    keys = {"custom": {"answer_format": "compact"}, "rollout_matching": {"matching": plan}}
+    config = parse_config(merge(ALIGNED, keys))
+    near = GroundTruthObject(ROOF.desc, Shape("poly", tuple(k + 9 for k in ROOF.shape.coords)))
+    ids = encode_answer(tokenizer, COMPACT.write([near], "desc_first"))
+    sample = Sample("data.jsonl:1", (), 8, 8, (ROOF,))
+    (assessed,) = run_stages([sample], [rollout([], ids)], tokenizer, config)
+    assert assessed.target is not None
+    (group,) = assessed.target.coord_groups
+    assert group.bins == projected_bins([(near.shape, ROOF.shape)], "l1", 70.0, 3)[0]
