@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_server.http.idempotency import IdempotentCalls
-from tests.contract.update_bench import asynchronous
+from tests.contract.update_bench import Clock, asynchronous
 
 
 class Generator:
@@ -75,14 +75,22 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
 @pytest.mark.req("DIST-05", "SRV-07")
 @asynchronous
 async def test_generation_ends_after_the_grace_without_a_connection() -> None:
+    """A call that joins within the grace ends it."""
     generate = Generator()
-    calls = IdempotentCalls(grace_s=0.0)
+    calls = IdempotentCalls()
     first = asyncio.create_task(calls.answer("a", generate))
     second = asyncio.create_task(calls.answer("a", generate))
     await until(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
     await end(first)
-    assert generate.cancelled == 0
+    Clock.skip()
     await end(second)
+    third = asyncio.create_task(calls.answer("a", generate))
+    await until(lambda: calls._running["a"].waiting == 1)
+    Clock.skip()
+    await asyncio.sleep(1e-6)
+    assert (third.done(), generate.cancelled) == (False, 0)
+    await end(third)
+    Clock.skip()
     await until(lambda: generate.cancelled == 1)
     generate.free.set()
     assert await calls.answer("a", generate) == (b"2", False)

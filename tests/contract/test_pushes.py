@@ -329,6 +329,24 @@ async def test_a_new_owner_or_a_close_ends_a_phase(phase: str, state: str, by: s
     await bench.push(1)
 
 
+@pytest.mark.req("SYNC-04")
+@asynchronous
+async def test_a_phase_that_waits_while_a_newer_learner_comes_is_refused() -> None:
+    bench = await Bench.formed()
+    hang = bench.engines[1].script["sleep"] = Hang()
+    sleeping = asyncio.create_task(bench.pushes.sleep())
+    await hang.begun.wait()
+    waiting = asyncio.create_task(bench.start(1))
+    await asyncio.sleep(0)
+    taking = asyncio.create_task(bench.init("second"))
+    await asyncio.sleep(0)
+    hang.end.set()
+    await refused(waiting, "taken-over", "the second learner")
+    await asyncio.gather(sleeping, taking)
+    assert bench.held == ("READY", 0)
+    assert all("pause" not in engine.calls for engine in bench.engines)
+
+
 @pytest.mark.req("SYNC-04", "SYNC-05")
 @pytest.mark.parametrize("by", ["init", "close", "loss", "silence"])
 @asynchronous
