@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from learner.rollout.backend import PushNeeded
 from learner.rollout.server import ATTEMPTS
 from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
@@ -161,6 +162,27 @@ def test_only_servers_without_the_weights_are_pushed_to_again(
         assert sorted(answered) == sorted(number for count in counts for number in range(count))
         _, metrics = run.notes()
         assert metrics["sync/repushes"] == sum(map(len, pushed)) - len(faults)
+
+
+@pytest.mark.req("DIST-05")
+def test_server_that_comes_back_gets_the_same_call_again() -> None:
+    """So that it recognizes the call, which it may be generating."""
+    with fleet(1) as run:
+        run.rollouts[0].faults.extend([S.hang_up] * ATTEMPTS)
+        run.ask(2)
+        first, *others = bodies(run.rollouts[0].server)
+    assert others == [first] * ATTEMPTS
+
+
+@pytest.mark.req("ROLL-03", "SYNC-07")
+def test_a_sleeping_server_is_woken_only_by_a_rollout_that_may_push() -> None:
+    with fleet(1) as run:
+        run.rollouts[0].asleep = True
+        with pytest.raises(PushNeeded, match="replica 0 is asleep"):
+            run.ask(2, how="rollout_asynchronous")
+        assert run.rollouts[0].asleep
+        run.ask(2)
+        assert run.pushed() == [[1]]
 
 
 @pytest.mark.req("SYNC-07", "WIRE-03")
