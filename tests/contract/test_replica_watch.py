@@ -18,6 +18,7 @@ from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall
+from shared_contracts.weights import WeightState
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import app_of, served_app
 from tests.contract.test_limits import REQUEST, settings
@@ -230,8 +231,8 @@ class ScriptedPool(Pool):
         for index in indices:
             self.engines[index].weights_version = version
 
-    def break_push(self) -> None:
-        self._weights.state = "PUSH_NEEDED"
+    def enter(self, state: WeightState) -> None:
+        self._weights._enter(state)
 
     def problem(self) -> Problem:
         with pytest.raises(ProblemError) as error:
@@ -261,12 +262,32 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
         lost = pool.server_epoch
         assert lost != epoch
-        pool.break_push()
+        pool.enter("PUSH_NEEDED")
         await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed", "replica 1 is dead")
         assert pool.problem() == problem
         while pool.info().replicas[1].restarts == 0:
             await asyncio.sleep(0.01)
         assert pool.server_epoch == pool.live().server_epoch == lost
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.mark.req("SYNC-05", "SYNC-09")
+def test_a_call_waits_for_the_end_of_a_push() -> None:
+    async def play() -> None:
+        pool = ScriptedPool(1)
+        await pool.start()
+        pool.hold(4, 0)
+        pool.enter("UPDATING")
+        assert pool.health().state == "UPDATING"
+        call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
+        await asyncio.sleep(0.01)
+        assert not call.done()
+        pool.hold(5, 0)
+        pool.enter("READY")
+        (envelope,) = await call
+        assert envelope.coordexp.weights_version == (5, 5)
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -1,6 +1,7 @@
 """The client of one rollout server, over real HTTP."""
 
 import json
+import os
 import re
 import socket
 import threading
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -207,6 +209,34 @@ def test_call_ends_when_the_server_stops_living(server: ScriptedServer, failure:
     script.done.set()
     assert script.seen == 4
     assert f"POST {server.base_url}/infer/: " in str(caught.value)
+
+
+TCP = socket.AF_INET, socket.SOCK_STREAM
+
+
+def keep_alive_to(port: int) -> list[tuple[int, ...]]:
+    """Whether TCP keep-alive is on, and its idle time, of this process's connections to `port`."""
+    found = list[tuple[int, ...]]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.fromfd(int(descriptor), *TCP) as peer:
+            if peer.getpeername()[1:] == (port,):
+                on = peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                found.append((on, peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)))
+    return found
+
+
+@pytest.mark.req("CFG-06")
+def test_connections_have_tcp_keep_alive(server: ScriptedServer) -> None:
+    found, port = list[tuple[int, ...]](), urlsplit(server.base_url).port
+    assert port is not None
+
+    def look(_: object) -> Reply:
+        found.extend(keep_alive_to(port))
+        return health()
+
+    server.routes[HEALTH] = look
+    RolloutClient(server.base_url).health()
+    assert found == [(1, 30)]
 
 
 @pytest.mark.req("CFG-06", "SRV-07")

@@ -4,13 +4,15 @@ Each process has its own backend, and process 0 alone pushes.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import pytest
+from torch import Tensor
 from torch.distributed import HashStore
 
 from learner.distributed.peers import Peers
@@ -35,7 +37,7 @@ from shared_contracts.infer import (
     RolloutEnvelope,
 )
 from shared_contracts.server_info import WorldSize
-from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
+from shared_contracts.weights import CommunicatorReady, DtypeName, InitCommunicator, SyncReport
 from tests.unit.fleets import Fleet, S, differences, scripted_rollouts, wait_until
 from tests.unit.push_worker import Weights
 from tests.unit.ranks_in_threads import gloo_groups, in_ranks, keep
@@ -290,6 +292,61 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
         for rank in in_ranks(2, work):
             rank.result()
     assert left.wait(_LIMIT_S)
+
+
+class Sharded(MergedWeights):
+    """All processes gather each weight together."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        super().__init__(Weights())
+        self._together = together
+
+    def stream(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        for weight in self.tensors(dtype):
+            self._together.wait()
+            yield weight
+
+
+class LosingSender(Sender):
+    """Its worker leaves after the first weight."""
+
+    def __init__(self) -> None: ...
+
+    def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        next(iter(weights))
+        raise RuntimeError("its worker is gone")
+
+    def abandon(self) -> None: ...
+
+
+class PatientSender(LosingSender):
+    def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        deque(weights, maxlen=0)
+
+
+@pytest.mark.req("ROLL-03", "SYNC-08")
+def test_a_process_whose_send_breaks_gathers_on_with_the_others() -> None:
+    together, status = threading.Barrier(2, timeout=10.0), report(0, "e").status
+    ready = CommunicatorReady(
+        weights_version=0, world_size=4, transport="gloo", server_epoch="e", dtype="float32"
+    )
+    with scripted_server() as server:
+        client = RolloutClient(server.base_url, _LIMIT_S)
+        server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
+        server.routes["POST /init_communicator/"] = lambda _: ready
+        for phase in ("start_weight_update", "update_weights"):
+            server.routes[f"POST /{phase}/"] = lambda _: status
+
+        def work(peers: Peers) -> None:
+            mode = SyncMode(Sharded(together), None, False)
+            kind = LosingSender if peers.rank else PatientSender
+            pusher = WeightPusher(client, 1, mode, "gloo", 256, peers, lambda *_: kind())
+            with pytest.raises(RunError, match=r"process 1.*transfer: its worker is gone"):
+                pusher.push_together(1, "float32")
+
+        for rank in in_ranks(2, work):
+            rank.result()
+    assert not together.broken
 
 
 @pytest.mark.req("ROLL-03", "SYNC-07")
