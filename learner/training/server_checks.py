@@ -244,9 +244,11 @@ def _group_port_fix(first: str) -> str:
 
 def describe_server(info: Info) -> str:
     guard = "on" if info.repeat_terminate.active else "off"
+    others = (f", replica {r.index} {r.state}" for r in info.replicas if r.state != "serving")
     return (
         f"{Path(info.model).name}, {len(info.replicas)} replica(s) on {info.world_size} device(s), "
         f"weights {info.weights_version} {info.weights_state}, repeat guard {guard}"
+        f"{''.join(others)}"
     )
 
 

@@ -16,9 +16,16 @@ from learner.rollout.server_process import free_ports
 from learner.training import server_checks
 from learner.training.checks import Caution, Waiting
 from learner.training.input_checks import StartUp, check_inputs
-from learner.training.server_checks import check_group_port, reach_servers
+from learner.training.server_checks import check_group_port, describe_server, reach_servers
 from shared_contracts.errors import ContractError, ContractErrors, Problem
-from tests.unit.scripted_server import INFER, ScriptedServer, envelope, problem, scripted_server
+from tests.unit.scripted_server import (
+    INFER,
+    ScriptedServer,
+    envelope,
+    problem,
+    replica,
+    scripted_server,
+)
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config, small_mapping
 
@@ -63,6 +70,13 @@ def test_a_harmless_difference_is_reported_and_the_run_starts(
         (client,) = reach_servers(config, {}, samples, lines.append)
         assert client.base_url == server.base_url
     assert [line for line in lines if found in line] == lines != []
+
+
+@pytest.mark.req("DEP-03")
+def test_the_doctor_names_a_replica_that_is_asleep() -> None:
+    replicas = [replica(0), replica(1, "asleep")]
+    line = describe_server(info_of().model_copy(update={"replicas": replicas}))
+    assert line.endswith("weights 0 READY, repeat guard off, replica 1 asleep")
 
 
 @pytest.mark.req("DEP-03")
