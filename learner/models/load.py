@@ -188,6 +188,14 @@ def read_model(
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
         base, dtype=dtype, attn_implementation=attention_of(attention)
     )
+    text = model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings and model.get_output_embeddings().weight is not text:
+        raise ContractError(
+            "model.model",
+            f"{base} has an lm_head.weight that differs from the embedding, and its config.json "
+            "says tie_word_embeddings: true, so that vLLM would not load it",
+            "Set tie_word_embeddings to false, at the top level and in text_config",
+        )
     for adapter in reversed(adapters):
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -270,7 +278,7 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
         _require_modules(model, targets)
     linear = family_of(model).language_linear
     own_rows = {"embed_tokens": list(rows)} if rows else None
-    if own_rows and not model.config.get_text_config().tie_word_embeddings:
+    if own_rows and not model.config.tie_word_embeddings:
         own_rows["lm_head"] = list(rows)  # a tied head has the embedding's rows
     model.enable_input_require_grads()
     lora = LoraConfig(

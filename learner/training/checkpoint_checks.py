@@ -10,7 +10,7 @@ from pathlib import Path
 
 from learner.config.schema import Config, CustomConfig, LoraTuner
 from learner.config.yaml12 import read_mapping
-from learner.data.checkpoint import Checkpoint
+from learner.data.checkpoint import Checkpoint, read_json
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import answer_format
@@ -56,16 +56,26 @@ def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
 def check_target_modules(config: Config) -> None:
     """Raise ContractErrors for names of `tuner.target_modules` that the checkpoint lacks.
 
-    Does nothing without safetensors files.
+    Also for embedding and head if they share one weight: an adapter of one of them, merged for a
+    push or an export, would change both. Does nothing without safetensors files.
     """
     tuner = config.tuner
     if not isinstance(tuner, LoraTuner) or isinstance(tuner.target_modules, str):
         return
-    checkpoint = Checkpoint(config.model.model)
+    checkpoint = Checkpoint(Checkpoint(config.model.model).base)
     modules = {name.rpartition(".")[0] for name in checkpoint.tensor_names()}
     if not modules:
         return
-    last = {name.rpartition(".")[2] for name in modules} | {"lm_head"}  # no file has a tied one
+    ties = read_json(checkpoint.folder / "config.json").get("tie_word_embeddings") is True
+    if tuner.adapts_rows and (ties or "lm_head" not in modules):
+        raise ContractError(
+            "tuner.target_modules",
+            f"names the embedding or the head, which share one weight in {checkpoint.folder}: an "
+            "adapter of one of them, merged for a push or an export, would change both",
+            "Take embed_tokens and lm_head out: tuner.train_coordinate_rows trains their rows of "
+            "the coordinate tokens",
+        )
+    last = {name.rpartition(".")[2] for name in modules}
     errors = [
         ContractError(
             f"tuner.target_modules[{place}]",

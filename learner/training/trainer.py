@@ -6,6 +6,7 @@ training_arguments() the Trainer's arguments of a config
 StepTrainer          runs steps and evaluations, and saves complete checkpoints
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from learner.runs.checkpoint import Checkpoints
 from learner.runs.metrics import StepReport
 from learner.training.step import StepRunner
 from learner.types import Sample
+from shared_contracts.errors import RunError
 
 # Only this setting of Trainer and accelerate keeps buffers unchanged. Otherwise each forward
 # overwrites them, also between two forwards of one backward (CHA-01).
@@ -193,6 +195,21 @@ class StepTrainer(Trainer):
             model, inputs, self.state.global_step, self.accelerator
         )
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm, equal in all processes, before the update.
+
+        Raises RunError if it is not finite: the update would make all weights NaN.
+        """
+        norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(norm):
+            raise RunError(
+                f"step {self.state.global_step + 1}: the gradient's norm is {float(norm)}, and an "
+                "update would make the weights NaN. Lower training.learning_rate, or set "
+                "training.warmup_ratio, and go on from the last good checkpoint. In the first step "
+                "the weights of model.model are NaN, or too large for model.torch_dtype"
+            )
+        return norm
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this process's raw batches; `accelerate` distributes nothing."""

@@ -174,8 +174,13 @@ TUNER = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
             'error: tuner.target_modules[2]\n  found: ".*k_proj" is the end of no',
         ),
         ({"tuner": TUNER | {"target_modules": ["q_proj", "layers.0.self_attn.v_proj"]}}, 0, ""),
+        (
+            {"tuner": TUNER | {"target_modules": ["q_proj", "lm_head"]}},
+            1,
+            "error: tuner.target_modules\n  found: names the embedding or the head, which share",
+        ),
     ],
-    ids=["modules that are not there", "modules that are there"],
+    ids=["modules that are not there", "modules that are there", "a tied head"],
 )
 def test_check_reads_the_checkpoint(
     run_yaml: Callable[..., Path], sections: dict[str, Any], errors: int, message: str

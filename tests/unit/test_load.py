@@ -132,6 +132,34 @@ def test_parameters_that_do_not_fit_are_refused_by_name(
     assert "layers.3" not in caught.value.found
 
 
+def test_a_head_of_its_own_below_a_config_that_ties_it_is_refused(config: Config) -> None:
+    """transformers would load it, and vLLM would not; an equal copy is no fault."""
+    file = config.model.model / "model.safetensors"
+    weights = load_file(file)
+    head = weights["model.language_model.embed_tokens.weight"].clone()
+    save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})
+    load_model(config)
+    head[0] += 1
+    save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})
+    with pytest.raises(ContractError, match=r"lm_head\.weight that differs from the embedding"):
+        load_model(config)
+
+
+def test_the_rows_of_a_head_that_is_tied_above_alone_are_those_of_the_embedding(
+    config: Config,
+) -> None:
+    """As transformers decides it: by the top level, not by `text_config`."""
+    file = config.model.model / "config.json"
+    whole = json.loads(file.read_text())
+    whole["text_config"]["tie_word_embeddings"] = False
+    file.write_text(json.dumps(whole))
+    tuner = LoraTuner(train_type="lora", lora_rank=2, lora_alpha=2, train_coordinate_rows=True)
+    model = load_model(config.model_copy(update={"tuner": tuner})).model
+    rows = [n for n, p in model.named_parameters() if "trainable_tokens" in n and p.requires_grad]
+    assert len(rows) == 1
+    assert "embed_tokens" in rows[0]
+
+
 @pytest.mark.parametrize(
     ("modules", "found"),
     [

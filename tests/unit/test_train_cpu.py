@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -22,7 +24,7 @@ from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
 from learner.training.trainer import build_optimizer
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import metric_lines, run_quietly, small_config
 from tests.unit.trained_run import STEPS, TrainedRun
 
@@ -148,6 +150,20 @@ def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
     modes = {str(path): oct(path.stat().st_mode & 0o777) for path in paths}
     wanted = {str(path): oct((0o777 if path.is_dir() else 0o666) & ~umask) for path in paths}
     assert modes == wanted
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """Its loss is finite, because logits are bounded (LOSS-04)."""
+    model = shutil.copytree(toy_checkpoint, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.language_model.layers.1.mlp.down_proj.weight"][0, 0] = math.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    training = {"packing": False, "save_steps": 1}
+    with pytest.raises(RunError, match=r"step 1: the gradient's norm is nan"):
+        run_quietly(small_config(model, toy_data, tmp_path / "run", training=training))
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 SMOKE = Path(__file__).parents[2] / "configs/stage2_rollout_aligned/smoke/default.yaml"
