@@ -1,10 +1,12 @@
 """Lines on the terminal, and formats of their numbers."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.text import Text
+
+from learner.types import AnswerFault
 
 
 def tell(console: Console, line: str | Text) -> None:
@@ -12,6 +14,8 @@ def tell(console: Console, line: str | Text) -> None:
     console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 
+# Metrics of answers that were not read, or only in part.
+_UNREAD = (*get_args(AnswerFault), "invalid_rollout")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _DIGITS = 4
 
@@ -70,7 +74,9 @@ def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
 
 def channel_and_loss(logs: dict[str, Any]) -> str:
     loss = "not finite" if logs["loss"] is None else f"{logs['loss']:.4f}"
-    return f"channel {channel_of(logs)} loss {loss}"
+    counts = {name: logs.get(f"stage2_ab/channel_b/{name}") for name in _UNREAD}
+    unread = ", ".join(f"{count:.0f} {name}" for name, count in counts.items() if count)
+    return f"channel {channel_of(logs)} loss {loss}{unread and f' (answers: {unread})'}"
 
 
 def channel_of(logs: dict[str, Any]) -> str:

@@ -56,10 +56,12 @@ def test_faults_of_an_answer_are_named(made: StepAnswer, fault: str) -> None:
 
 
 def test_answers_that_were_not_read_are_counted_by_their_reasons() -> None:
-    read = unread_answers([answer(), answer(fault="fenced"), *[answer(fault="text_behind")] * 2])
+    fenced, other = answer(fault="fenced", invalid=True), answer(invalid=True)
+    read = unread_answers([answer(), fenced, other, *[answer(fault="text_behind")] * 2])
     assert [(each.name, each.count, each.share) for each in read] == [
-        ("fenced", 1, "25.00%"),
-        ("text_behind", 2, "50.00%"),
+        ("fenced", 1, "20.00%"),
+        ("text_behind", 2, "40.00%"),
+        ("invalid_rollout", 1, "20.00%"),
     ]
     assert faults_of(answer(fault="fenced")) == ["not read, or only in part"]
 

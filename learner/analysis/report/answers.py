@@ -45,6 +45,10 @@ class Counted:
     share: str
 
 
+# Of answers that were not read, or only in part.
+UNREAD = {**ANSWER_FAULTS, "invalid_rollout": "no start of the answer format"}
+
+
 def count_rows(counts: Mapping[Any, int], meanings: Mapping[Any, str], whole: int) -> list[Counted]:
     """Return a row for each name of `meanings` that was counted. whole: of the shares."""
     return [
@@ -61,8 +65,11 @@ def count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
 
 def unread_answers(answers: Sequence[LoggedAnswer]) -> list[Counted]:
     """Count the answers that could not be read, or only in part, by their reasons."""
-    faults = Counter(answer.parse.fault for answer in answers)
-    return count_rows(faults, ANSWER_FAULTS, len(answers))
+    reasons = Counter(
+        answer.parse.fault or ("invalid_rollout" if answer.parse.invalid else None)
+        for answer in answers
+    )
+    return count_rows(reasons, UNREAD, len(answers))
 
 
 def badness(answer: LoggedAnswer) -> tuple[float, int, str]:

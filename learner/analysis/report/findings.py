@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.analysis.report.answers import LEFT_OUT, WRONG, Tally, count_rows
+from learner.analysis.report.answers import LEFT_OUT, UNREAD, WRONG, Tally, count_rows
 from learner.analysis.report.run_view import RunView, mean
 from learner.runs.console import counted, fraction
-from learner.runs.declared import ANSWER_FAULTS, DROPS
+from learner.runs.declared import DROPS
 
 Weight = Literal["bad", "look"]
 
@@ -70,11 +70,9 @@ def _drops(run: RunView) -> Iterator[Finding]:
 
     Shares are of the answers and of the predicted objects of all logged steps.
     """
-    meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
-    meanings["invalid_rollout"] = "no start of the answer format"
-    totals = {name: run.total(f"{B}{name}") for name in meanings}
+    totals = {name: run.total(f"{B}{name}") for name in UNREAD}
     of_step = run.config.training.effective_batch_size * run.config.answers_per_sample
-    answers = count_rows(totals, meanings, len(run.by_channel.get("B", [])) * of_step)
+    answers = count_rows(totals, UNREAD, len(run.by_channel.get("B", [])) * of_step)
     dropped = {reason: run.total(f"{B}strict_drop/{reason}") for reason in DROPS}
     predicted = run.total(f"{B}N_valid_pred") + sum(dropped.values())
     objects = sorted(count_rows(dropped, DROPS, predicted), key=lambda row: -row.count)
