@@ -188,16 +188,16 @@ def read_model(
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
         base, dtype=dtype, attn_implementation=attention_of(attention)
     )
+    for adapter in reversed(adapters):
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     text = model.get_input_embeddings().weight
     if model.config.tie_word_embeddings and model.get_output_embeddings().weight is not text:
         raise ContractError(
             "model.model",
-            f"{base} has an lm_head.weight that differs from the embedding, and its config.json "
-            "says tie_word_embeddings: true, so that vLLM would not load it",
+            f"{folder} has an lm_head.weight that differs from the embedding, and config.json says "
+            "tie_word_embeddings: true, so that vLLM would not load it",
             "Set tie_word_embeddings to false, at the top level and in text_config",
         )
-    for adapter in reversed(adapters):
-        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     model.name_or_path = model.config.name_or_path = str(folder)
     return model
 
