@@ -26,12 +26,14 @@ from learner.data.order import image_faults
 from learner.rollout.colocate import Placement, place
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
+from learner.stages.formats import answer_format
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, require
 from learner.types import Sample
 from shared_contracts.adapters import weight_files
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
+from shared_contracts.strict_model import shown
 
 if TYPE_CHECKING:
     from learner.rollout.client import RolloutClient
@@ -202,9 +204,26 @@ def _check_step(run: StartUp) -> str:
 
 
 def read_inputs(config: Config) -> RunInputs:
-    """Read the data and the headers of all images; process 0 shows a progress bar."""
+    """Read the data and the headers of all images; process 0 shows a progress bar.
+
+    Raises ContractErrors as `read_data`, and for a description that the answer format cannot have.
+    """
     files = (config.data.train_jsonl, config.data.val_jsonl)
     (train, val), bad = read_data(config, files, config.model.model)
+    name, forbidden = config.custom.answer_format, answer_format(config).forbidden
+    if faults := [
+        ContractError(
+            each.sample_id,
+            f"{shown(item.desc)} has {shown(mark)}, which ends an entry "
+            f"of custom.answer_format {name}",
+            "Correct the description, or use object_keys",
+        )
+        for each in train
+        for item in each.objects
+        for mark in forbidden
+        if mark in item.desc
+    ]:
+        raise capped("data.train_jsonl", faults)
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 
 

@@ -218,3 +218,15 @@ def test_the_list_has_each_fault_once_also_after_a_restart(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines] == [
         {"file": f"/data/d:{n}.jsonl", "line": n, "reason": 'is "bad"'} for n in (7, 8)
     ]
+
+
+def test_a_description_that_the_answer_format_cannot_have_is_refused_before_the_run(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    """Channel A would end the run at this sample, and channel B leave it out."""
+    edit(data.train_jsonl, 7, objects=[{"desc": "red\nbox", "bbox_2d": [1, 2, 3, 4]}])
+    mapping = small_mapping(toy_checkpoint, data, tmp_path / "run")
+    check_inputs(parse_config(mapping))
+    with pytest.raises(ContractError, match=r'"red\\nbox" has "\\n", which ends an ent') as caught:
+        check_inputs(parse_config(merge(mapping, {"custom": {"answer_format": "compact"}})))
+    assert caught.value.where == f"{data.train_jsonl}:7"

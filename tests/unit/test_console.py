@@ -44,7 +44,9 @@ def test_progress_shows_the_name_of_the_run_unchanged() -> None:
 def test_a_step_names_the_reasons_of_answers_that_were_not_read() -> None:
     shown, reasons = io.StringIO(), {"fenced": 3.0, "text_behind": 0.0, "invalid_rollout": 4.0}
     counts = {f"stage2_ab/channel_b/{name}": count for name, count in reasons.items()}
-    shown_steps(Console(file=shown, width=100), "run", 20, **counts, loss=0.25, **{"step/channel_b": 1})
+    shown_steps(
+        Console(file=shown, width=100), "run", 20, **counts, loss=0.25, **{"step/channel_b": 1}
+    )
     assert "loss 0.2500 (answers: 3 fenced, 4 invalid_rollout) " in shown.getvalue()
 
 

@@ -49,9 +49,11 @@ class AnswerFormat:
     The marks that the repeat guard counts are in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
 
     opening: text of the prefix if nothing of an answer can be kept.
+    forbidden: characters that end an entry, and that no description can have.
     """
 
     opening: ClassVar[str]
+    forbidden: ClassVar[str] = ""
 
     # ---- what a format defines -------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Compact(AnswerFormat):
     """The format, as `learner.stages.formats` describes it."""
 
     opening = ""
+    forbidden = "\n"
 
     def scan(self, answer: Answer) -> Scan:
         """Find the complete lines; one pass over the text and the coordinates.
