@@ -24,6 +24,8 @@ COMMUNICATOR_BYTES = GIB
 
 # Contexts are rounded up to a multiple of this.
 CONTEXT_STEP = 256
+# Most tokens of a prompt that proves a push, with its answer; the toy's tokenizer makes so many.
+PROOF_TOKENS = 300
 
 
 def cache_elements(text: Mapping[str, Any]) -> int:
@@ -55,9 +57,9 @@ def text_config(checkpoint: Path) -> Mapping[str, Any]:
 def run_context(checkpoint: Path, prompt: int, answer: int) -> int:
     """Return the `max_model_len` of a run: `prompt + answer` tokens, rounded up.
 
-    The result is at most the model's context.
+    The result has room for the proof of a push, and is at most the model's context.
     """
-    needed = math.ceil((prompt + answer) / CONTEXT_STEP) * CONTEXT_STEP
+    needed = math.ceil(max(prompt + answer, PROOF_TOKENS) / CONTEXT_STEP) * CONTEXT_STEP
     own = text_config(checkpoint).get("max_position_embeddings")
     return min(needed, own) if type(own) is int and own > 0 else needed
 

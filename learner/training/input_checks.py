@@ -210,19 +210,15 @@ def read_inputs(config: Config) -> RunInputs:
     """
     files = (config.data.train_jsonl, config.data.val_jsonl)
     (train, val), bad = read_data(config, files, config.model.model)
-    name, forbidden = config.custom.answer_format, answer_format(config).forbidden
-    if faults := [
-        ContractError(
-            each.sample_id,
-            f"{shown(item.desc)} has {shown(mark)}, which ends an entry "
-            f"of custom.answer_format {name}",
-            "Correct the description, or use object_keys",
-        )
-        for each in train
-        for item in each.objects
-        for mark in forbidden
-        if mark in item.desc
-    ]:
+    forbidden, do = answer_format(config).forbidden, "Correct it, or use answer_format object_keys"
+    found = f"has {shown(forbidden)}, which ends an entry of {config.custom.answer_format}"
+    described = ((sample.sample_id, item.desc) for sample in train for item in sample.objects)
+    faults = [
+        ContractError(where, f"{shown(desc)} {found}", do)
+        for where, desc in described
+        if set(forbidden).intersection(desc)
+    ]
+    if faults:
         raise capped("data.train_jsonl", faults)
     return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
 

@@ -201,13 +201,13 @@ class StepTrainer(Trainer):
 
         Raises RunError if it is not finite: the update would make all weights NaN.
         """
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         if not math.isfinite(norm):
             raise RunError(
-                f"step {self.state.global_step + 1}: the gradient's norm is {float(norm)}, and an "
-                "update would make the weights NaN. Lower training.learning_rate, or set "
-                "training.warmup_ratio, and go on from the last good checkpoint. In the first step "
-                "the weights of model.model are NaN, or too large for model.torch_dtype"
+                f"step {self.state.global_step + 1}: the gradient's norm is {float(norm)}; an "
+                "update would make all weights NaN. Lower training.learning_rate, and go on "
+                "from the last good checkpoint. In the first step, weights of model.model are "
+                "NaN or too large"
             )
         return norm
 

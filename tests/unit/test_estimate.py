@@ -351,6 +351,7 @@ def test_context_is_rounded_up_to_at_most_that_of_the_model(tmp_path: Path) -> N
     assert run_context(model, 1077, 3072) == 4352
     assert run_context(model, 1280, 3072) == 4352
     assert run_context(model, 1281, 3072) == 4500
+    assert run_context(model, 20, 24) == 512, "the proof of a push fits, too"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from learner.models.load import LoadedModel
-from learner.rollout.sync.probe import ProofOfEffect, WeightsDiffer, prompts
+from learner.models.prompts import encode_request
+from learner.rollout.sync.probe import NEW_TOKENS, ProofOfEffect, WeightsDiffer, prompts
 from learner.stages.tokens import PLACEHOLDERS
 from shared_contracts.errors import ContractError
+from shared_contracts.footprint import PROOF_TOKENS
 from shared_contracts.infer import ChoiceLogprobs, RolloutEnvelope
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import DtypeName
@@ -49,6 +51,13 @@ def answers(checkpoint: Path) -> list[RolloutEnvelope]:
         logprobs = reference.logprobs(checkpoint, text, images, ids)
         made[-1].response.choices[0].logprobs = ChoiceLogprobs.of(logprobs)
     return made
+
+
+@pytest.mark.req("FULL-06")
+def test_a_derived_context_has_room_for_the_prompts(loaded: LoadedModel) -> None:
+    """Else a server refuses them, and no push of a run with short answers is proven."""
+    lengths = [encode_request(loaded.processor, each).ids.numel() for each in prompts().values()]
+    assert max(lengths) + NEW_TOKENS <= PROOF_TOKENS
 
 
 def shifted(answers: list[RolloutEnvelope], nats: float) -> list[RolloutEnvelope]:

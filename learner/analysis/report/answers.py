@@ -46,7 +46,8 @@ class Counted:
 
 
 # Of answers that were not read, or only in part.
-UNREAD = {**ANSWER_FAULTS, "invalid_rollout": "no start of the answer format"}
+UNREAD = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
+UNREAD["invalid_rollout"] = "no start of the answer format"
 
 
 def count_rows(counts: Mapping[Any, int], meanings: Mapping[Any, str], whole: int) -> list[Counted]:
