@@ -34,7 +34,14 @@ from learner.training.step import StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, run_context
+from shared_contracts.footprint import (
+    GIB,
+    MIB,
+    PROOF_TOKENS,
+    cache_elements,
+    engine_share,
+    run_context,
+)
 from tests.unit.fake_step import fake_step, fake_steps, step_model
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.plain_accelerator import PlainAccelerator
@@ -386,7 +393,7 @@ def test_context_of_a_run_follows_from_its_longest_prompt(
     longest = max(measure.prompt(sample) for sample in samples)
     assert longest_prompt(config, samples) == longest
     context = context_of_run(config, samples)
-    assert longest + 16 <= context < longest + 16 + 256
+    assert longest + 16 < PROOF_TOKENS <= context < PROOF_TOKENS + 256
     narrow = replace(samples[0], width=1, height=10**6)
     assert longest_prompt(config, [narrow, *samples]) == longest, "no model can be shown it"
     served = estimate(config, samples, H100, 1).served

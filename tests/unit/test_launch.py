@@ -257,7 +257,7 @@ def test_servers_get_config_gpus_and_image_folders(
         assert settings.dtype == config.model.torch_dtype
         assert settings.max_num_seqs == 4 * 2
         assert settings.grace_seconds == grace_s == 90
-        assert settings.max_model_len == 256, "some 90 tokens of a prompt, 16 of an answer"
+        assert settings.max_model_len == 512, "106 tokens, and the proof of a push with 292"
         images = toy_data.train_jsonl.parent / "images"
         assert set(settings.allowed_media_dirs) == {tmp_path, images / "train", images / "val"}
         assert log.parent == config.training.output_dir / "logs"
