@@ -16,6 +16,7 @@ from peft import (
     get_peft_model_state_dict,
     load_peft_weights,
 )
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -164,6 +165,12 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
         if lacking := lacking_in_adapter(model, weights):
             found = f"the adapter in {adapter} {lacking}"
             raise ContractError(where, found, "Copy or save the whole adapter again")
+        whole = model.get_base_model()
+        ends = whole.get_input_embeddings(), whole.get_output_embeddings()
+        if whole.config.tie_word_embeddings and any(isinstance(end, LoraLayer) for end in ends):
+            found = f"the adapter in {adapter} changes embedding or head, which share a weight"
+            do = "Give an adapter without them: merged, it would change both"
+            raise ContractError(where, found, do)
         model = model.unload()
 
 

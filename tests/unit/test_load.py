@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -143,6 +144,19 @@ def test_a_head_of_its_own_below_a_config_that_ties_it_is_refused(config: Config
     save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})
     with pytest.raises(ContractError, match=r"lm_head\.weight that differs from the embedding"):
         load_model(config)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_one_end_of_a_tied_model_is_refused(
+    config: Config, tmp_path: Path, target: str
+) -> None:
+    """Its merge would change both ends: another model than the one that was trained."""
+    whole = AutoModelForImageTextToText.from_pretrained(config.model.model)
+    adapted = get_peft_model(whole, LoraConfig(r=2, target_modules=[target]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = config.model.model_copy(update={"model": tmp_path / "adapter"})
+    with pytest.raises(ContractError, match="changes embedding or head, which share a weight"):
+        load_model(config.model_copy(update={"model": model}))
 
 
 def test_the_rows_of_a_head_that_is_tied_above_alone_are_those_of_the_embedding(
