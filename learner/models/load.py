@@ -165,7 +165,7 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
         if lacking := lacking_in_adapter(model, weights):
             found = f"the adapter in {adapter} {lacking}"
             raise ContractError(where, found, "Copy or save the whole adapter again")
-        whole = model.get_base_model()
+        whole: Any = model.get_base_model()
         ends = whole.get_input_embeddings(), whole.get_output_embeddings()
         if whole.config.tie_word_embeddings and any(isinstance(end, LoraLayer) for end in ends):
             found = f"the adapter in {adapter} changes embedding or head, which share a weight"

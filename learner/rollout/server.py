@@ -178,11 +178,14 @@ class Server:
             return True
 
     def ask(self, call: InferCall) -> list[RolloutEnvelope]:
-        """Return the answers to the call of a proof, or nothing if the server is lost by it."""
+        """Return the answers to the call of a proof; nothing if it refuses them, or is lost."""
         try:
             return self._client.infer(call)
         except SERVER_ERRORS as error:
-            self.lose(str(error))
+            if isinstance(error, ProblemError) and error.problem.status == _REFUSED:
+                _LOG.warning("%s refuses the prompts of a proof: none is made. %s", self.url, error)
+            else:
+                self.lose(str(error))
             return []
 
     # --- lost and usable again

@@ -153,7 +153,7 @@ def test_an_adapter_of_one_end_of_a_tied_model_is_refused(
     """Its merge would change both ends: another model than the one that was trained."""
     whole = AutoModelForImageTextToText.from_pretrained(config.model.model)
     adapted = get_peft_model(whole, LoraConfig(r=2, target_modules=[target]))
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     model = config.model.model_copy(update={"model": tmp_path / "adapter"})
     with pytest.raises(ContractError, match="changes embedding or head, which share a weight"):
         load_model(config.model_copy(update={"model": model}))

@@ -20,7 +20,7 @@ from tests.contract import reference
 from tests.contract.toy_checkpoints import make_checkpoint
 from tests.unit.fleets import S, fleet_of
 from tests.unit.loaded_models import loaded_from
-from tests.unit.scripted_server import INFER, HangUp, Reply, envelope, scripted_server
+from tests.unit.scripted_server import INFER, HangUp, Reply, envelope, problem, scripted_server
 
 pytestmark = pytest.mark.req("SYNC-06")
 
@@ -200,3 +200,16 @@ def test_a_proof_that_no_server_answered_follows_the_next_push(
             for version in (2, 3):
                 run.backend.push_weights(version)
     assert proven == [2]
+
+
+def test_a_server_that_refuses_a_proof_is_not_lost(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its context may be shorter than the prompts of a proof."""
+    with scripted_server() as one:
+        rollouts, refusal = [S(one)], problem("invalid-request", "200 tokens at most", "/infer/")
+        one.routes[INFER] = lambda _: refusal
+        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "full")) as run:
+            run.backend.push_weights(2)
+            assert [server.lost for server in run.backend.servers] == [None]
+    assert "refuses the prompts of a proof" in caplog.text
