@@ -305,6 +305,29 @@ def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config
     assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
+class OtherIsLate(Peers):
+    """Process 0 of two, whose other process has no batch ready."""
+
+    count = 2
+
+    def all_gather(
+        self, work: Callable[[], Any], meanwhile: Callable[[], object] | None = None
+    ) -> list[Any]:
+        own = work()
+        return [own, own is not True and own]
+
+
+@pytest.mark.req("ASYNC-01", "DDP-01")
+def test_a_step_is_of_channel_a_if_one_process_has_no_batch(actor_of: ActorOf) -> None:
+    actor = actor_of(peers=OtherIsLate())
+    runner, model = actor.runner(), actor.parts.loaded.model
+    actor.begin(0)
+    assert actor.make_ready() == 0
+    assert actor.source.ready(0)
+    _, skipped = runner.run(model, [], 0, PlainAccelerator())
+    assert skipped.channel == "A"
+
+
 def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf) -> None:
     actor = actor_of(version_window=1)
     runner, model = actor.runner(), actor.parts.loaded.model

@@ -88,6 +88,18 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.req("FULL-03")
+def test_products_of_a_weight_in_16_bits_are_rounded_once() -> None:
+    """As FSDP2 gathers it. A sum of 64 chunks in bfloat16 would be off by more than a percent."""
+    head = nn.Linear(16, 50, bias=False, dtype=torch.bfloat16)
+    rows = torch.rand(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    call = chunked(head)
+    torch.stack([call(row[None]).sum() for row in rows]).sum().backward()
+    assert head.weight.grad is not None
+    wanted = rows.double().sum(0).expand(50, 16)
+    torch.testing.assert_close(head.weight.grad.double(), wanted, rtol=2**-8, atol=0.0)
+
+
 def test_rows_that_peft_trains_need_no_copy_of_the_weight() -> None:
     task = double(tied=False)
     embedding = nn.Embedding.from_pretrained(task.weight.detach().clone())
