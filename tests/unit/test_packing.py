@@ -246,6 +246,14 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
     assert packing.chunk(items(20), last=False) == [], "one like the 7 may still fit beside it"
     assert lengths_of(packing.chunk(items(13), last=False)) == [[7, 13], [20]]
     assert packing.chunk([], last=True) == []
+    assert lengths_of(step().chunk(items(16, 2, 8), last=False)) == [[16, 2]], "almost full"
+
+
+@pytest.mark.req("ASYNC-01")
+def test_no_pack_mixes_two_versions() -> None:
+    packing = step()
+    assert packing.chunk(items(3), last=False, version=1) == []
+    assert lengths_of(packing.chunk(items(4), last=True, version=2)) == [[3], [4]]
 
 
 @pytest.mark.req("PACK-01")
