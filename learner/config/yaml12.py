@@ -28,12 +28,12 @@ class _Representer(yaml.representer.SafeRepresenter):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def text(self, text: object) -> Any:
-        tag = _YAML_1_1.resolve(yaml.nodes.ScalarNode, str(text), (True, False))
-        known = tag == _YAML_1_1.DEFAULT_SCALAR_TAG and str(text).isprintable()
-        return self.represent_scalar(
-            "tag:yaml.org,2002:str", str(text), style=None if known else '"'
-        )
+    def text(self, value: object) -> Any:
+        text = str(value)
+        tag = _YAML_1_1.resolve(yaml.nodes.ScalarNode, text, (True, False))
+        plain = tag == _YAML_1_1.DEFAULT_SCALAR_TAG and text.isprintable()
+        plain = plain and text[0] != ":" and "?" not in text  # the writer quotes too few of these
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
     def number(self, number: float) -> Any:
         node = self.represent_float(number)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -107,6 +108,15 @@ def test_what_is_dumped_is_read_back_equal(
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_bytes(dump_mapping(mapping).encode())
     assert read_mapping(path) == mapping
+
+
+@pytest.mark.parametrize("text", ["? a", "?a", ":a", "a?", "-?"])
+def test_text_is_quoted_where_pyyaml_reads_it_differently(tmp_path: Path, text: str) -> None:
+    mapping = {"key": text, "names": [text]}
+    path = tmp_path / "text.yaml"
+    path.write_text(dump_mapping(mapping))
+    assert read_mapping(path) == mapping
+    assert yaml.safe_load(path.read_text()) == mapping
 
 
 # --- extends ----------------------------------------------------------------------------
