@@ -39,7 +39,7 @@ def read_coco(path: Path, folder: Path | None) -> Source:
     for unknown category ids in LVIS lists.
     """
     images, annotations, categories = _sections(path)
-    names = {_id(each): each.get("name") for each in categories}
+    names = {id: each.get("name") for each in categories if (id := _id(each)) is not None}
     account, ids, of_image = Account(), set[Any](), dict[Any, SourceImage]()
     for image in images:
         picture = _picture(str(path), image, names)

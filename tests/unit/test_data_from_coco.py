@@ -77,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (cat(1, 1, 50, 50, iscrowd=1), Rule.CROWD),
         (cat(1, 1, 50, 50, category_id=99), Rule.UNKNOWN_CATEGORY),
+        (cat(1, 1, 50, 50, category_id=20.5), Rule.UNKNOWN_CATEGORY),
         (cat(1, 1, 50, 50, category_id=19), Rule.NO_NAME),
         (cat(1, 1, 50, 50, image_id=99), Rule.UNKNOWN_IMAGE),
         (cat(1, 1, 50, -50), Rule.NO_AREA),
@@ -94,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_annotation_that_shows_no_object_is_left_out(
     folder: Path, annotation: Any, rule: Rule
 ) -> None:
-    categories = [*CATEGORIES, {"id": 19, "name": "<|im_end|>"}]
+    categories = [*CATEGORIES, {"id": 19, "name": "<|im_end|>"}, {"id": 20.5, "name": "a"}]
     conversion = converted(folder, GOOD, annotation, categories=categories)
     assert geometries(conversion) == [BINS]
     assert conversion.account.counts == {rule: 1}
