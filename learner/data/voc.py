@@ -68,12 +68,12 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if split is not None:
         listed = path / "ImageSets" / "Main" / f"{split}.txt"
         lines = read_text(listed, "Name a file of ImageSets/Main with --split.").splitlines()
-        # Lists of one class have a second column: 1, 0 or -1.
-        names = dict.fromkeys(line.split()[0] for line in lines if line.strip())
-        return [folder / f"{name}.xml" for name in names]
+        # Lists of one class have a second column: 1, 0 or -1. Names may have spaces.
+        names = ((line, line.rsplit(None, 1)[0]) for line in map(str.strip, lines) if line)
+        files = ([folder / f"{name}.xml" for name in both] for both in names)
+        return [*dict.fromkeys(whole if whole.is_file() else first for whole, first in files)]
     if not (files := sorted(folder.glob("*.xml"))):
-        do = "Name the folder of a data set."
-        raise ContractError(str(path), "there is no Annotations/*.xml", do)
+        raise ContractError(str(path), "has no Annotations/*.xml", "Name the folder of a data set.")
     return files
 
 

@@ -167,15 +167,16 @@ def test_a_list_of_voc_chooses_its_images(
     for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (tmp_path / folder).mkdir(parents=True)
     paint_all(tmp_path / "JPEGImages", ["a.png", "b.png"])
-    for name in "ab":
+    (tmp_path / "JPEGImages" / "b.png").rename(tmp_path / "JPEGImages" / "b c.png")
+    for name in ("a", "b c"):
         text = voc_xml(f"{name}.png", (64, 48), (1, 1, 32, 48))
         (tmp_path / "Annotations" / f"{name}.xml").write_text(text)
     listed = tmp_path / "ImageSets" / "Main" / "val.txt"
-    listed.write_text("b  1\n")
+    listed.write_text("b c  1\n")
     convert("--from", "voc", "--split", "val", tmp_path, tmp_path / "o.jsonl")
     (sample,) = read_samples(tmp_path / "o.jsonl", allow_poly=False)
-    assert sample.images[0].name == "b.png"
-    listed.write_text("b\nc\nb\n")
+    assert sample.images[0].name == "b c.png"
+    listed.write_text("b c\nd\nb c\n")
     convert("--from", "voc", "--split", "val", tmp_path, tmp_path / "p.jsonl")
     assert len(read_samples(tmp_path / "p.jsonl", allow_poly=False)) == 1
     assert "1  records without a list of boxes" in capsys.readouterr().out
