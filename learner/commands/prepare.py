@@ -161,8 +161,12 @@ def estimate(
     from learner.data.show import print_tables
     from learner.operate.estimate.report import as_json, tables
     from learner.operate.estimate.report import estimate as run
+    from learner.training.server_checks import spread
 
     samples = read_samples(parsed.data.train_jsonl, allow_poly=parsed.allow_poly)
+    of_step = spread(samples, max(1, parsed.training.effective_batch_size // gpus))
+    first = {sample.sample_id for sample in of_step}
+    samples.sort(key=lambda sample: sample.sample_id not in first)
     result = run(parsed, samples, known, gpus)
     if json:
         print(dumps(as_json(result), indent=2))

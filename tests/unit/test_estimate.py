@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.full_size import peak_of
 from learner.cli import app
-from learner.config import load_mapping, merge, parse_config
+from learner.config import load_config, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -249,6 +249,25 @@ def test_kept_states_must_fit_beside_a_working_server(
     assert found.left == pytest.approx((0.92 - 0.6) * 80 * 2**30)
     text = "a learner keeps 30 GiB of weights and optimizer; the server leaves 25.6 GiB of the H100"
     assert [text in error.found for error in found.refusals()] == [True] * (kept == 30)
+
+
+def test_command_estimates_a_step_of_samples_from_the_whole_file(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in toy_data.train_jsonl.read_text().splitlines()]
+    for line in lines:
+        line["images"] = [str(toy_data.train_jsonl.parent / line["images"][0])]
+        line["objects"] = line["objects"][:1]
+    lines[-6]["objects"] *= 9
+    data = tmp_path / "long_last.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = tmp_path / "run.yaml"
+    own = {"data": {"train_jsonl": str(data)}, "training": {"packing": False}}
+    file.write_text(json.dumps(merge(small_mapping(toy_checkpoint, toy_data, tmp_path), own)))
+    printed = CliRunner().invoke(app, ["estimate", str(file), "--gpu", "h100", "--json"]).stdout
+    measure, longest = lengths_of_run(load_config(file)), read_samples(data, allow_poly=False)[-6]
+    tokens = json.loads(printed)["channels"]["A"]["pack_tokens"]
+    assert tokens == measure.prompt(longest) + measure.target(longest)
 
 
 def test_command_prints_tables_or_json_and_refuses_bad_input(

@@ -206,7 +206,7 @@ class Estimate:
 
 
 def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int) -> Estimate:
-    """Estimate a run. samples: the training data. processes: learner GPUs.
+    """Estimate a run. samples: the training data, those of a step first. processes: learner GPUs.
 
     Raises ContractError for an invalid model, data, or number of processes.
     """
