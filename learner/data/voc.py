@@ -70,8 +70,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
         lines = read_text(listed, "Name a file of ImageSets/Main with --split.").splitlines()
         # Lists of one class have a second column: 1, 0 or -1. Names may have spaces.
         names = ((line, line.rsplit(None, 1)[0]) for line in map(str.strip, lines) if line)
-        files = ([folder / f"{name}.xml" for name in both] for both in names)
-        return [*dict.fromkeys(whole if whole.is_file() else first for whole, first in files)]
+        paths = ([folder / f"{name}.xml" for name in both] for both in names)
+        return [*dict.fromkeys(whole if whole.is_file() else first for whole, first in paths)]
     if not (files := sorted(folder.glob("*.xml"))):
         raise ContractError(str(path), "has no Annotations/*.xml", "Name the folder of a data set.")
     return files
