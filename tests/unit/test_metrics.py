@@ -1,5 +1,6 @@
 """The payload that combines the parts of several processes."""
 
+import json
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.runs.declared import COORD_DIAG, LOSSES, METRICS, SERVERS, TRAINER
-from learner.runs.metrics import Payload
+from learner.runs.metrics import Payload, over_processes
 from learner.types import Channel
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
@@ -193,3 +194,32 @@ def test_an_evaluation_logs_its_own_keys_alone(lines: list[Line]) -> None:
     scores = {metric.key for metric in METRICS if metric.key.startswith("eval/")}
     of_others = {key for key in scores if "segm" in key} | {"eval/ap_medium", "eval/ap_large"}
     assert line.keys() == scores - of_others | {"step", "epoch"}, "small boxes in 64 x 64 pixels"
+
+
+def combine(rank: int, folder: Path) -> None:
+    """Write the combined metrics of one of two processes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    payload = Payload()
+    payload.note({"rollout/gen_new_tokens_p99": (7.0, 5.0)[rank]})
+    payload.add({f"{B}/matched": (1.0, 3.0)[rank]})
+    payload.rate({f"{B}/match_rate": ((1.0, 4.0), (3.0, 4.0))[rank]})
+    combined = over_processes(payload, torch.device("cpu")).metrics()
+    (folder / f"{rank}.json").write_text(json.dumps(combined))
+    dist.destroy_process_group()
+
+
+@pytest.mark.req("MET-01")
+def test_processes_log_sums_maxima_and_quotients_of_sums(tmp_path: Path) -> None:
+    from torch.multiprocessing.spawn import spawn
+
+    spawn(combine, (tmp_path,), nprocs=2)
+    expected = {
+        "rollout/gen_new_tokens_p99": 7.0,
+        f"{B}/matched": 4.0,
+        f"{B}/match_rate": 0.5,
+    }
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
