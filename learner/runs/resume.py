@@ -142,7 +142,14 @@ def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
 
 
 def prepare_folder(folder: Path, start: Start) -> None:
-    """Bring the run folder back to its state at `start`."""
+    """Bring the run folder, which this process has locked, back to its state at `start`.
+
+    Raises ContractError if another run has written it since `find_start`.
+    """
+    newest = next(map(str, checkpoints_in(folder)), None)
+    if newest != start.folder or ((folder / METRICS).exists() and not start.goes_on):
+        found = f"another run has written {folder} while this one was starting"
+        raise ContractError("training.output_dir", found, "Start the same command again")
     clear_unfinished(folder)
     truncate_logs(folder, start.checkpoint.manifest.logs if start.checkpoint else {}, start.step)
 

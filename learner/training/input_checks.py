@@ -178,6 +178,8 @@ def _check_checkpoint(run: StartUp) -> str:
     check_model(run.config)
     check_target_modules(run.config)
     run.checkpoint = folder = run.config.model.model
+    if run.placement is not None:
+        weight_files(Checkpoint(folder).base, "model.model")
     return f"{folder} has a tokenizer with every coordinate token"
 
 
@@ -274,7 +276,6 @@ def check_backend(
             "colocate, and vllm is not installed here",
             "Install it (the extra cpu or gpu), or set rollout_matching.rollout_backend to hf",
         )
-    weight_files(Checkpoint(config.model.model).base, "model.model")
     return placement
 
 

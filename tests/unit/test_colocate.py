@@ -1,6 +1,7 @@
 """The colocated server without vLLM: its GPUs, its settings, its process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,12 @@ from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
-from learner.training.input_checks import check_backend, check_launcher, learner_processes
+from learner.training.input_checks import (
+    check_backend,
+    check_inputs,
+    check_launcher,
+    learner_processes,
+)
 from learner.types import RolloutOutput
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
@@ -244,14 +250,25 @@ def test_processes_that_no_colocated_server_can_serve_are_refused(
     tmp_path: Path, rollout: dict[str, Any], environment: dict[str, str], where: str, found: str
 ) -> None:
     config = config_of(rollout, model={"model": str(tmp_path)}, **LORA)
-    with pytest.raises(ContractError, match="safetensors") as caught:
-        check_backend(config, {CUDA_VISIBLE: ""})
-    assert caught.value.where == "model.model"
-    (tmp_path / "model.safetensors").touch()
     check_backend(config, {CUDA_VISIBLE: ""})
     with pytest.raises(ContractError, match=found) as caught:
         check_backend(config, {CUDA_VISIBLE: "", **environment})
     assert caught.value.where == f"rollout_matching.{where}"
+
+
+def test_a_checkpoint_that_the_server_cannot_load_is_refused(
+    tmp_path: Path, toy_checkpoint: Path
+) -> None:
+    model, run = tmp_path / "model", {"output_dir": str(tmp_path / "run")}
+    channels = {"schedule": {"b_ratio": 0.5}}
+    config = config_of(model={"model": str(model)}, training=run, stage2_ab=channels)
+    with pytest.raises(ContractError, match="there is no folder") as caught:
+        check_inputs(config)
+    assert caught.value.where == "model.model"
+    shutil.copytree(toy_checkpoint, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ContractError, match=r"holds no \*\.safetensors file") as caught:
+        check_inputs(config)
+    assert caught.value.where == "model.model"
 
 
 def test_a_number_of_processes_that_is_none_is_refused() -> None:

@@ -32,6 +32,7 @@ from learner.runs.resume import (
 )
 from learner.runs.run_folder import RESOLVED
 from learner.training.input_checks import check_inputs
+from learner.training.run_log import open_run_folder
 from learner.training.train import train, train_as
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.ranks_in_threads import in_ranks
@@ -106,6 +107,26 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
         assert caught.value.where == "training.output_dir"
         other.kill()
     assert find_start(config, processes=1).step == 0
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_that_began_and_ended_while_this_one_started_keeps_its_logs(
+    mapping: dict[str, Any], resume: str
+) -> None:
+    config = parse_config(merge(mapping, {"training": {"resume": resume}}))
+    start = find_start(config, processes=1)
+    checkpoint = with_checkpoint(config, 4)
+    if resume == "never":
+        shutil.rmtree(checkpoint)
+    logged = (checkpoint.parent / "metrics.jsonl").read_text()
+    with (
+        pytest.raises(ContractError, match="another run has written") as caught,
+        open_run_folder(config, None, start),
+    ):
+        pass
+    assert caught.value.where == "training.output_dir"
+    assert (checkpoint.parent / "metrics.jsonl").read_text() == logged
 
 
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
