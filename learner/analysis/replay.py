@@ -169,7 +169,7 @@ def replay(
             if (difference := first_difference(answer, assessed)) is not None:
                 differences.append(difference)
     if sample is not None and not details:
-        do = "Name a sample as FILE:LINE of its data"
+        do = "Name one as FILE:LINE of its data; the page of the run shows answered ones"
         raise ContractError("--sample", f"no logged answer is to a sample {sample!r}", do)
     whole = f"{counted(count, 'answer')} of {counted(len(steps) - len(unread), 'step')}"
     verdict = f"Identical: {whole} are rebuilt bit for bit."

@@ -170,7 +170,7 @@ def _check_hub(run: StartUp) -> str:
 
 def _check_run_folder(run: StartUp) -> str:
     run.start = start = find_start(run.config, require(run.processes, "processes"))
-    resumes = f" resumes from step {start.step}" if start.goes_on else ""
+    resumes = f" resumes from step {start.step}" if start.step else ""
     return f"{run.config.training.output_dir}{resumes}"
 
 

@@ -57,9 +57,11 @@ def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
 ) -> None:
     wrong = {
         "model": config.model.model_copy(update={"model": tmp_path / "nowhere"}),
+        "training": config.training.model_copy(update={"resume": "auto"}),
     }
     checks = input_checks(StartUp(config.model_copy(update=wrong)))
     found = by_check([finding for check in checks for finding in run_check(check)])
+    assert found["run folder"].found == str(tmp_path / "run"), "nothing to resume"
     assert (found["checkpoint"].status, found["data"].status) == ("fail", "skipped")
     assert (found["step"].status, found["step"].found) == ("skipped", "waits for data")
 
