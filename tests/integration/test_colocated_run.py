@@ -58,7 +58,7 @@ class Run:
             stage2_ab={"schedule": {"b_ratio": 1.0}},
             rollout_matching=rollout | sections.get("rollout_matching", {}),
         )
-        vllm = {"mode": "colocate", "max_model_len": 640, "sync": {"verify": "full"}}
+        vllm = {"mode": "colocate", "sync": {"verify": "full"}}
         self.config["rollout_matching"]["vllm"] = vllm | sections.get("vllm", {})
         self.config["model"] |= sections.get("model", {})
         self.folder, file = folder / "run", folder / "run.yaml"

@@ -27,7 +27,7 @@ def config(tied: Path, tmp_path: Path) -> Path:
         "stage2_ab": {"schedule": {"b_ratio": 0.5}},
         "rollout_matching": {
             "decode_batch_size": 4,
-            "vllm": {"mode": "server", "max_model_len": 512, "server": {"servers": servers}},
+            "vllm": {"mode": "server", "server": {"servers": servers}},
         },
     }
     data = make_data(tmp_path / "data", train=16, val=4, seed=0)
@@ -53,6 +53,8 @@ def test_launch_leaves_its_run_folder_and_no_process(config: Path, tmp_path: Pat
         assert wait_until_gone(below, LIMIT_S) == []
     steps = [line["step"] for line in metric_lines(run, "loss")]
     assert steps == list(range(1, STEPS + 1))
+    assert sum("sync/probe_s" in line for line in metric_lines(run, "loss")) == 1
+    assert "is lost" not in launch.printed()
     assert (run / f"checkpoint-{STEPS}").is_dir()
     assert "route=/infer/ status=200" in (run / "logs" / "server-0.log").read_text()
     assert f"Run folder: {run}" in launch.printed()
