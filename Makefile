@@ -58,7 +58,7 @@ check: test lint test-slow
 lint: setup-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --num-workers=2
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/private_imports
 	$(BIN)/python scripts/req_table

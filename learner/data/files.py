@@ -53,7 +53,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
     Raises ContractError for a missing, unreadable or empty file.
     """
-    with _opened(path, "Name a JSONL file with one sample a line.") as file:
+    with _opened(path, "Name a data file, such as JSONL with one sample a line.") as file:
         for number, raw in enumerate(file):
             line = raw if number else raw.removeprefix(codecs.BOM_UTF8)
             yield line.removesuffix(b"\n").removesuffix(b"\r")
