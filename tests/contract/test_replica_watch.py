@@ -248,6 +248,8 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         pool = ScriptedPool(2)
         await pool.start()
         pool.hold(4, 0)
+        pool.engines[0].guard_active = True
+        assert not pool.info().repeat_terminate.active, "an engine is without the guard"
         problem = pool.problem()
         assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
         assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
@@ -274,7 +276,7 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
 
 
 @pytest.mark.req("SYNC-05", "SYNC-09")
-def test_a_call_waits_for_the_end_of_a_push() -> None:
+def test_a_call_waits_for_the_end_of_a_push_and_ends_when_the_server_stops() -> None:
     async def play() -> None:
         pool = ScriptedPool(1)
         await pool.start()
@@ -288,6 +290,13 @@ def test_a_call_waits_for_the_end_of_a_push() -> None:
         pool.enter("READY")
         (envelope,) = await call
         assert envelope.coordexp.weights_version == (5, 5)
+        hang = pool.engines[0].script["generate"] = Hang()
+        call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
+        await hang.begun.wait()
+        pool.stop_calls()
+        await refused(call, "not-ready", "the server is stopping")
+        while not hang.cancelled:
+            await asyncio.sleep(0.01)
         await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollout_server.engines.engine_protocol import (
+    Aborted,
     EngineDead,
     Load,
     Prompt,
@@ -192,13 +193,14 @@ def test_exhausted_server_answers_503(failure: Exception) -> None:
 
 
 @pytest.mark.req("SRV-05")
-def test_call_is_refused_and_cancelled_when_an_engine_dies() -> None:
+@pytest.mark.parametrize("end", [EngineDead("replica 0 died"), Aborted("replica 0: error")])
+def test_call_is_refused_and_cancelled_when_an_engine_ends_a_sequence(end: Exception) -> None:
     hold, dead, slow = asyncio.Event(), EchoEngine(0), EchoEngine(1)
     hang = slow.script["generate"] = Hang()
 
     async def die() -> None:
         await hold.wait()
-        raise EngineDead("replica 0 died")
+        raise end
 
     dead.script["generate"] = die
 
@@ -210,7 +212,7 @@ def test_call_is_refused_and_cancelled_when_an_engine_dies() -> None:
 
     with pytest.raises(ProblemError) as error:
         run(work())
-    assert (error.value.problem.status, error.value.problem.where) == (503, "replicas[0]")
+    assert (error.value.problem.kind, error.value.problem.where) == ("not-ready", "replicas[0]")
     assert hang.cancelled
 
 
@@ -229,13 +231,13 @@ def test_requests_of_two_calls_alternate_at_each_engine() -> None:
 
     async def work() -> None:
         large = await handed(call(*["aa"] * 6), of_all=6)
-        small = await handed(call("b", "b", n=2), of_all=8)
-        assert [engine.turns for engine in engines] == [[1, 2, 3, 1], [101, 102, 103, 101]]
+        small = await handed(call(*["b"] * 4, n=2), of_all=10)
+        assert [engine.turns for engine in engines] == [[1, 2, 3, 1, 3], [101, 102, 103, 101, 103]]
         hold.end.set()
-        assert len(await large + await small) == 8
+        assert len(await large + await small) == 10
         assert [engine.load.turn for engine in engines] == [3, 103]
         hold.end.clear()
-        next_one = await handed(call("b", "b", n=2), of_all=10)
+        next_one = await handed(call("b", "b", n=2), of_all=12)
         assert [engine.turns[-1] for engine in engines] == [4, 104]
         hold.end.set()
         await next_one
@@ -250,12 +252,12 @@ def test_small_call_is_rendered_before_most_of_a_large_one() -> None:
 
     async def work() -> list[RolloutEnvelope]:
         large = asyncio.ensure_future(both.answer(call(*["a"] * 1000), CallRecord("/infer/")))
-        await reached(lambda: bool(engine.rendered))
+        await reached(lambda: len(engine.rendered) == 300)  # without a limit all would wait now
         small = await both.answer(call("b"), CallRecord("/infer/"))
         return await large + small
 
     assert len(run(work())) == 1001
-    assert engine.rendered.index("b") < 2 * MOST_PREPARED
+    assert engine.rendered.index("b") < 300 + 2 * MOST_PREPARED
 
 
 # --- rendering by all replicas' renderers, while the first sequences run
