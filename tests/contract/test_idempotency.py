@@ -17,7 +17,7 @@ class Generator:
         self.begun = 0
         self.cancelled = 0
         self.error: Exception | None = None
-        self.free = asyncio.Event()
+        self.free, self.ended = asyncio.Event(), asyncio.Event()
         self.size = 1
 
     async def __call__(self) -> bytes:
@@ -27,6 +27,7 @@ class Generator:
             await self.free.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
+            await self.ended.wait()
             raise
         if self.error is not None:
             raise self.error
@@ -75,7 +76,7 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
 @pytest.mark.req("DIST-05", "SRV-07")
 @asynchronous
 async def test_generation_ends_after_the_grace_without_a_connection() -> None:
-    """A call that joins within the grace ends it."""
+    """A call that joins within the grace ends it. Its end does not touch a later generation."""
     generate = Generator()
     calls = IdempotentCalls()
     first = asyncio.create_task(calls.answer("a", generate))
@@ -92,8 +93,14 @@ async def test_generation_ends_after_the_grace_without_a_connection() -> None:
     await end(third)
     Clock.skip()
     await until(lambda: generate.cancelled == 1)
+    later = asyncio.create_task(calls.answer("a", generate))
+    await until(lambda: generate.begun == 2)
+    generate.ended.set()
+    await asyncio.sleep(1e-6)
+    joined = asyncio.create_task(calls.answer("a", generate))
+    await asyncio.sleep(1e-6)
     generate.free.set()
-    assert await calls.answer("a", generate) == (b"2", False)
+    assert await asyncio.gather(later, joined) == [(b"2", False), (b"2", True)]
 
 
 @pytest.mark.req("DIST-05")

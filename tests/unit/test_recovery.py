@@ -131,10 +131,17 @@ def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
     assert run.pushed() == [[1], [1, 2]]
 
 
+def vanish(one: ScriptedRollouts, _: InferCall) -> Reply:
+    """It has restarted, and is gone before it names its epoch."""
+    one.dead = True
+    return problem("other-weights", "version 0 is held", "weights")
+
+
 @pytest.mark.req("SYNC-07", "DIST-05")
 @pytest.mark.parametrize(
     ("faults", "counts", "pushed"),
     [
+        ([[vanish], []], [4], [[1], [1]]),
         ([[S.restart], []], [4], [[1], [1]]),
         ([[S.restart], []], [4, 4], [[1, 1], [1]]),
         ([[S.break_a_push], []], [4, 4], [[1, 1], [1]]),
@@ -493,5 +500,5 @@ def test_close_gives_up_running_calls() -> None:
             assert isinstance(asking.exception(timeout=_LIMIT_S), RunError)
         finally:
             finished.set()
-    assert len(run.rollouts[0].faults) == 0
+    assert (run.rollouts[0].faults, run.notes()[0]) == (deque(), []), "it is not lost"
     assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it got no second call"
