@@ -305,7 +305,8 @@ def listing(*hosts: str) -> dict[str, Any]:
 
 
 @pytest.mark.req("WIRE-04")
-def test_image_of_a_listed_host_is_loaded(web: str) -> None:
+def test_image_of_a_listed_host_is_loaded(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # without effect
     assert load(f"http://{web}/red.png", **listing(web)).getpixel((1, 1)) == (255, 0, 0)
     assert load(f"HTTP://{web}/red.png", **listing("images.example", web)).size == (6, 4)
 

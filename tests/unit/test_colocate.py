@@ -1,5 +1,6 @@
 """The colocated server without vLLM: its GPUs, its settings, its process."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -342,7 +343,9 @@ def starts(folder: Path) -> int:
 
 
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
+    """The steady time before its first end does not count for the starts that fail after it."""
+    clock = itertools.count(0.0, STEADY_S).__next__
+    with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01), clock=clock) as server:
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
@@ -370,6 +373,17 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: given_up(server))
     assert starts(tmp_path) == 3
+
+
+def test_server_that_cannot_be_started_again_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with supervised(folder, lives=9, pauses_s=(0.0,)) as server:
+        shutil.rmtree(folder)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: given_up(server))
+        with pytest.raises(RunError, match="could not be restarted"):
+            server.check()
 
 
 def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
@@ -597,9 +611,14 @@ def test_rollout_after_a_failed_one_wakes_the_server_and_proves_nothing() -> Non
     """The weights may have changed since the push before the failure."""
     scene = Scene(fails=True)
     backend = colocated(scene, sleeps=True)
-    with pytest.raises(RunError), backend.serving():
-        backend.push_weights(1)
-        backend.rollout([], RequestConfig())
+
+    def fail_after_a_push() -> None:
+        with backend.serving():
+            backend.push_weights(1)
+            backend.rollout([], RequestConfig())
+
+    with pytest.raises(RunError):
+        fail_after_a_push()
     backend.rollout([], RequestConfig())
     assert scene.calls[5:] == ["room", "wake up", "rollout", "sleep", "restored"]
 
