@@ -100,7 +100,7 @@ async def test_generation_ends_after_the_grace_without_a_connection() -> None:
     joined = asyncio.create_task(calls.answer("a", generate))
     await asyncio.sleep(1e-6)
     generate.free.set()
-    assert await asyncio.gather(later, joined) == [(b"2", False), (b"2", True)]
+    assert [await later, await joined] == [(b"2", False), (b"2", True)]
 
 
 @pytest.mark.req("DIST-05")
