@@ -149,7 +149,6 @@ class AsyncSource(RolloutSource):
 
     def ready(self, step: int) -> bool:
         """Return whether a batch is ready that is not stale."""
-        self._buffer.refresh(self._policy.version)
         return self._buffer.has_ready()
 
     def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:

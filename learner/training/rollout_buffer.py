@@ -106,7 +106,7 @@ class RolloutBuffer:
             self._idle_since = time.perf_counter()
             while not self._closed:
                 packs = self.packs
-                room = packs == 0 or packs + self._largest <= self._limit
+                room = packs + self._largest <= self._limit
                 if packs < self._target and room and (batch := self._claim()) is not None:
                     self._count_idle()
                     self._idle_since = None

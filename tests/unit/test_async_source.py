@@ -20,12 +20,13 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource
-from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
+from learner.training.rollout_buffer import BufferClosed, ReadyBatch, RolloutBuffer
 from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
@@ -305,27 +306,46 @@ def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config
     assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
-class OtherIsLate(Peers):
-    """Process 0 of two, whose other process has no batch ready."""
+class OfTwo(Peers):
+    """Process 0 of two. other: the result of the other one by that of this one. gathered: calls."""
 
     count = 2
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        self._other = other
+        self.gathered: list[Callable[[], Any]] = []
 
     def all_gather(
         self, work: Callable[[], Any], meanwhile: Callable[[], object] | None = None
     ) -> list[Any]:
-        own = work()
-        return [own, own is not True and own]
+        self.gathered.append(work)
+        return [own := work(), self._other(own)]
 
 
 @pytest.mark.req("ASYNC-01", "DDP-01")
 def test_a_step_is_of_channel_a_if_one_process_has_no_batch(actor_of: ActorOf) -> None:
-    actor = actor_of(peers=OtherIsLate())
+    actor = actor_of(peers=OfTwo(lambda own: own is not True and own))
     runner, model = actor.runner(), actor.parts.loaded.model
     actor.begin(0)
     assert actor.make_ready() == 0
     assert actor.source.ready(0)
     _, skipped = runner.run(model, [], 0, PlainAccelerator())
     assert skipped.channel == "A"
+
+
+@pytest.mark.req("SYNC-09", "DDP-01")
+def test_all_processes_push_together_if_one_needs_it_and_none_goes_on_at_another_version(
+    actor_of: ActorOf,
+) -> None:
+    peers = OfTwo(lambda own: own and (own[0], True))
+    actor = actor_of(peers=peers, sync_every_steps=100)
+    for step in (0, 1):
+        actor.begin(step)
+    assert actor.policy.version == 2
+    assert peers.gathered.count(actor.buffer.pause) == 2, "no process requests during a push"
+    actor = actor_of(peers=OfTwo(lambda own: own and (own[0] + 1, False)))
+    with pytest.raises(RunError, match=r"before step 1 .* at the versions \[0, 1\]"):
+        actor.begin(0)
 
 
 def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf) -> None:
@@ -359,6 +379,8 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     packs = [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs]
     first, second = actor.ids(0)
     assert packs == [[first], [second]], "both fit into one pack"
+    actor.begin(2)
+    assert actor.policy.version == 2, "the push that was needed is made"
 
 
 def test_async_queue_invariant_violation_raises_actionable_error(actor_of: ActorOf) -> None:
@@ -447,6 +469,21 @@ def test_batch_that_never_fits_is_a_contract_error() -> None:
 TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4
 
 
+@pytest.mark.req("ASYNC-01")
+@pytest.mark.parametrize("made", [[(3, 0)] * 4, [(1, 4), (3, 2)]], ids=["enough", "no room"])
+def test_no_batch_is_begun_that_is_not_needed_or_would_replace_another(
+    made: list[tuple[int, int]],
+) -> None:
+    """made: version and packs of each batch so far."""
+    buffer = buffer_at(3, LIMIT, WINDOW, TARGET, TOTAL)
+    for version, packs in made:
+        make(buffer, version, packs)
+    begun = in_thread(buffer.begin, "waiting")
+    wait_until(lambda: begun.done() or buffer.payload().metrics()[f"{ASYNC}/prefetch_idle_s"] > 0)
+    buffer.close()
+    assert isinstance(begun.exception(PATIENCE_S), BufferClosed)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """The calls of the two threads of a buffer, in any order.
 
@@ -477,7 +514,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.making is None
             and self.unclaimed
             and self.packs < TARGET
-            and (not self.held or self.packs + self.largest <= LIMIT)
+            and self.packs + self.largest <= LIMIT
         )
     )
     @rule()
