@@ -1,10 +1,10 @@
 """Ranks with different packs run the same forwards; threads are the ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -32,7 +32,13 @@ from shared_contracts.infer import RequestConfig
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
 
-CONFIG = load_config(Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml")
+T = TypeVar("T")
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = load_config(CONFIGS / "demo" / "two_channel.yaml")
+
+ATOM, TOP5 = "loss/B_coord/bbox_ciou", "coord_diag/B/acc_top5"
+CLIPPED = "policy_gradient/clip_fraction"
 
 # Per rank, per chunk: the samples of each of its packs.
 Chunks = list[list[int]]
@@ -54,7 +60,7 @@ class Ran:
     fractions: list[float] = field(default_factory=list)
     synced: list[bool] = field(default_factory=list)
     loss: float = 0.0
-    replays: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
     gradient: float | None = None
 
 
@@ -94,9 +100,10 @@ class Given(Recipe):
     def loss(
         self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
     ) -> PackLoss:
-        self._ran.forwards.append((pack.sample_ids[0], len(pack.sample_ids)))
+        self._ran.forwards.append((pack.sample_ids[0], count := len(pack.sample_ids)))
         (weight,) = model.parameters()
-        return PackLoss(weight.sum(), {}, {}, 0)
+        tokens = {CLIPPED: (1.0, float(count))}
+        return PackLoss(weight.sum(), {ATOM: 2.0}, {TOP5: 1.0}, count, tokens=tokens)
 
 
 class GivenPacks(PackFeed):
@@ -143,7 +150,7 @@ def step(
     runner = StepRunner(config, Given(config, ran), policy, peers=peers, source=Script(packs))
     loss, report = runner.run(model, fixed_samples(samples), 0, Recording(ran))
     ran.loss = loss.item()
-    ran.replays = int(report.metrics["step/replays"])
+    ran.metrics = report.metrics
     ran.gradient = None if model.weight.grad is None else model.weight.grad.item()
 
 
@@ -187,7 +194,10 @@ def test_every_rank_runs_as_many_forwards_and_synchronizes_once_in_the_last(
         assert ran.forwards[len(own) :] == [replayed] * (most - len(own))
         fractions = [count / sum(own) for count in own] + [0.0] * (most - len(own))
         assert ran.fractions == pytest.approx(fractions)
-        assert ran.replays == most - len(own)
+        assert ran.metrics["step/replays"] == most - len(own)
+        if own:  # of each pack once, and of no replay
+            logged = [ran.metrics[key] for key in (ATOM, TOP5, CLIPPED)]
+            assert logged == pytest.approx([2.0 / len(ranks), *[len(own) / sum(own)] * 2])
         assert ran.loss == pytest.approx(1.0 if own else 0.0)
         assert ran.gradient == (pytest.approx(ran.loss) if most else None)
 
@@ -216,3 +226,23 @@ def test_packs_that_fail_to_come_on_one_rank_end_the_step_on_all() -> None:
     zero, one = in_ranks(2, broken)
     assert isinstance(one.exception(), ValueError)
     assert str(zero.exception()) == "learner process 1 failed: ValueError: a corrupt image"
+
+
+class Waiting(Peers):
+    """repushes: calls in which a waiting process pushes again to servers that restarted."""
+
+    repushes = 0
+
+    def all_gather(
+        self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
+    ) -> list[T]:
+        self.repushes += getattr(meanwhile, "__func__", None) is Policy.repush_restarted
+        return super().all_gather(work, meanwhile)
+
+
+@pytest.mark.req("SYNC-07", "GROUP-03")
+@pytest.mark.parametrize("name", ["stage2_two_channel", "stage2_group_relative"])
+def test_restarted_servers_are_pushed_to_again_while_packs_are_waited_for(name: str) -> None:
+    config, peers = load_config(CONFIGS / name / "base.yaml"), Waiting()
+    step(peers, iter([Chunk([pack(1)], False), Chunk([pack(1)], True)]), 1, Ran(), config)
+    assert peers.repushes == 2, "for each chunk; for the counts of groups, and their only chunk"
