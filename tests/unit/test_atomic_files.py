@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def test_lines_are_appended_and_a_full_disk_is_told(tmp_path: Path) -> None:
     full.symlink_to(FULL)
     with pytest.raises(RunError, match=r"full\.jsonl: No space left on device"):
         append_line(full, "a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 3, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_line(path, "only three bytes have room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == "é\nb\n".encode()
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
@@ -63,6 +72,7 @@ def test_a_disk_that_became_read_only_is_told(tmp_path: Path) -> None:
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
+    (tmp_path / "deep" / "out.part" / "left by a killed program").mkdir(parents=True)
     with suppress(RuntimeError), publish_directory(out) as part:
         (part / "first").touch()
         assert not out.exists()

@@ -346,11 +346,16 @@ def test_an_unreadable_resolved_config_is_refused(
 
 
 @pytest.mark.req("RUN-01")
-def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
+def test_files_of_another_user_are_refused_before_a_run_resumes(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse_config(mapping)
     checkpoint = with_checkpoint(config, 2)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
-    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
-        find_start(config, processes=1)
+    (rollouts := checkpoint.with_name("rollouts")).mkdir()
+    for path in (checkpoint, rollouts, checkpoint.with_name("metrics.jsonl")):
+        monkeypatch.setattr(os, "access", lambda tried, mode, path=path: Path(tried) != path)
+        with pytest.raises(ContractErrors, match=f"{path} is not writable"):
+            find_start(config, processes=1)
+    curves = {"training": {"logging_dir": str(rollouts.with_name("metrics.jsonl") / "curves")}}
+    with pytest.raises(ContractErrors, match=r"training\.logging_dir"):
+        find_start(parse_config(merge(mapping, curves)), processes=1)
