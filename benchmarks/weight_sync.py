@@ -44,7 +44,7 @@ from shared_contracts.weights import Transport
 RAW_GOAL = 1.4
 PYTHON_MS_GOAL = 150.0
 ADAPTER_MS_GOAL = 100.0
-BUCKET_BYTES = 8 * 2**20  # the default of a configuration
+BUCKET_BYTES = 16 * 2**20  # the default of a configuration
 TIMEOUT_S = 60.0
 START_S = 600.0
 RANK = 8

@@ -116,7 +116,7 @@ class SyncConfig(StrictModel):
     """which pushes are proven: two answers of each server are compared with the trainer's
     log-probabilities. `sample`: the first and every hundredth; `full`: every one"""
     bucket_mib: int | None = Field(default=None, ge=1)
-    """size of one packed bucket in MiB; null: 8, and with `nccl` 512"""
+    """size of one packed bucket in MiB; null: 16, and with `nccl` 512"""
 
 
 class VllmConfig(StrictModel):
