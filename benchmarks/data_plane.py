@@ -15,10 +15,8 @@ from PIL import Image
 from benchmarks.command import Bench, run
 from benchmarks.data_plane_parts import formats, matching, packing, parser, stages
 from benchmarks.results import Result
-from learner.data.conversion import convert, write_records
-from learner.data.detection import Format
-from learner.data.files import write_lines
-from learner.data.formats import read_other, write_other
+from learner.data.conversion import convert, read_other, write_other, write_records
+from learner.data.files import Format, write_lines
 from shared_contracts.errors import ContractError
 
 IMAGES, BOXES = 10_000, 10

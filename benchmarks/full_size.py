@@ -32,7 +32,7 @@ from benchmarks.command import Bench, run
 from benchmarks.results import Result, median_of
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.toy_scenes import DESCRIPTIONS
+from learner.data.toy import DESCRIPTIONS
 from learner.models.attention import attention_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import prepared

@@ -48,8 +48,7 @@ from benchmarks.method_parts.records import (
 from learner.config import dump_mapping, dump_resolved
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData, make_data
-from learner.data.toy_scenes import WorldName
+from learner.data.toy import ToyData, WorldName, make_data
 from learner.models.toy import make_model
 from learner.models.toy_vision import pretrain_vision
 from learner.rollout.server_process import ServerProcess, free_ports

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.data.toy import PROMPT
-from learner.data.toy_scenes import make_scene
+from learner.data.toy import PROMPT, make_scene
 from rollout_server.settings.options import ServerSettings
 
 ANSWER_TOKENS = 128

@@ -4,10 +4,9 @@ from typing import Annotated
 
 import typer
 
-from learner.commands import look, prepare, run
+from learner.commands import prepare, run
 from learner.commands.config import config_app
-from learner.commands.data import data_app
-from learner.commands.toy import toy_app
+from learner.commands.data import data_app, toy_app
 from shared_contracts.cli import HELP_OPTIONS, print_version, run_program
 from shared_contracts.errors import ContractError
 
@@ -44,9 +43,9 @@ app.command(rich_help_panel=_RUN)(run.train)
 app.command(rich_help_panel=_RUN)(run.launch)
 app.command("eval", rich_help_panel=_RUN)(run.evaluate)
 app.command(rich_help_panel=_RUN)(run.demo)
-app.command(rich_help_panel=_LOOK)(look.report)
-app.command(rich_help_panel=_LOOK)(look.replay)
-app.command(rich_help_panel=_LOOK)(look.compare)
+app.command(rich_help_panel=_LOOK)(run.report)
+app.command(rich_help_panel=_LOOK)(run.replay)
+app.command(rich_help_panel=_LOOK)(run.compare)
 app.command(rich_help_panel=_PREPARE)(prepare.init)
 app.command(rich_help_panel=_PREPARE)(prepare.export)
 app.command(rich_help_panel=_PREPARE)(prepare.estimate)

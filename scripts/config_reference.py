@@ -30,7 +30,7 @@ paths start at the current working directory. A leading `~` is the home folder. 
 is refused. Paths in the settings file of a rollout server are read in the same way.
 
 A key that is not listed here is an error, and so is a value of the wrong type. Keys of older
-configurations are refused; the error says what to do instead (`learner/config/moved_keys.py`). All
+configurations are refused; the error says what to do instead (`learner/config/load.py`). All
 faults of a file are reported at once.
 
 - `learner config show FILE` prints every key with its effective value and the origin of the value:

@@ -26,9 +26,9 @@ from learner.analysis.report.gallery import ROLES, facts_of, shown_objects
 from learner.config.schema import Config
 from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.data.show import Table, plain, print_tables
+from learner.runs.checkpoint import data_digest
 from learner.runs.console import counted
 from learner.runs.declared import DROPS
-from learner.runs.resume import data_digest
 from learner.runs.rollout_log import LoggedAnswer, LoggedTarget, StepAnswer
 from learner.runs.run_folder import RunFolder
 from learner.stages.targets import run_stages

@@ -94,7 +94,7 @@ def schema(
     out: Annotated[Path | None, typer.Option(help="File to write. (the schema is printed)")] = None,
 ) -> None:
     """Print the JSON Schema of a training YAML, for editors."""
-    from learner.config.json_schema import schema_text
+    from learner.config.load import schema_text
 
     if out is None:
         typer.echo(schema_text(), nl=False)

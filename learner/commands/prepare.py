@@ -81,7 +81,7 @@ def doctor(
     parsed = load_config(only_config(file, config))
     use_passive_wait()
     from learner.data.show import print_tables
-    from learner.operate.doctor.run import as_json, examine, failed, table
+    from learner.operate.doctor import as_json, examine, failed, table
 
     with reporting_waits(partial(tell, Console(stderr=True))):
         findings = list(examine(parsed, push=push))
@@ -138,7 +138,7 @@ def export(
 def preflight(file: ConfigFile = None, config: ConfigOption = None) -> None:
     """Print the settings of a training YAML for a launcher script, as shell assignments."""
     from learner.config import load_config
-    from learner.operate.launch_plan import shell_assignments
+    from learner.operate.launch import shell_assignments
 
     typer.echo(shell_assignments(load_config(only_config(file, config))), nl=False)
 
@@ -159,8 +159,8 @@ def estimate(
     use_passive_wait()
     from learner.data.jsonl import read_samples
     from learner.data.show import print_tables
-    from learner.operate.estimate.report import as_json, tables
-    from learner.operate.estimate.report import estimate as run
+    from learner.operate.estimate import as_json, tables
+    from learner.operate.estimate import estimate as run
     from learner.training.server_checks import spread
 
     samples = read_samples(parsed.data.train_jsonl, allow_poly=parsed.allow_poly)

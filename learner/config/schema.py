@@ -1,7 +1,7 @@
 """The whole of a training YAML, as types (CFG-02). Imports no torch.
 
-A key that is not a field of these models is refused. `training.py`, `rollout_matching.py` and
-`group_relative.py` have sections, `learner.objectives` the modules of the objective, and
+A key that is not a field of these models is refused. `training.py` and
+`rollout_matching.py` have sections, `learner.objectives` the modules of the objective, and
 `shared_contracts.rollout_config` the keys that the rollout server has, too.
 
 The trainer's variant decides which section declares the objective (RES-02, CFG-08):
@@ -25,8 +25,7 @@ from pydantic import (
     field_validator,
 )
 
-from learner.config.group_relative import GroupRelativeConfig
-from learner.config.rollout_matching import RolloutMatchingConfig
+from learner.config.rollout_matching import GroupRelativeConfig, RolloutMatchingConfig
 from learner.config.training import AbsolutePath, TrainingConfig
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.variants import VARIANTS

@@ -19,7 +19,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from learner.data.boxes import FAULTY, Reading, find_reading
+from learner.data.checkpoint import SampleLengths
 from learner.data.files import DataProblem
 from learner.data.images import (
     ImageResult,
@@ -28,8 +28,7 @@ from learner.data.images import (
     inspect_all,
 )
 from learner.data.jsonl import MAX_BIN, Box, DataFile, Size, line_of
-from learner.data.lengths import SampleLengths
-from learner.data.records import Scale
+from learner.data.records import FAULTY, Reading, Scale, find_reading
 from learner.stages.matching import covers_a_pixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError

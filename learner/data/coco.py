@@ -13,10 +13,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from learner.data.boxes import bounding_xywh
 from learner.data.files import parse_json, read_text
 from learner.data.jsonl import bounding_box, is_description, is_side
-from learner.data.records import Account, Annotation, Id, Rule, Source, SourceImage, is_number
+from learner.data.records import (
+    Account,
+    Annotation,
+    Id,
+    Rule,
+    Source,
+    SourceImage,
+    bounding_xywh,
+    is_number,
+)
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError

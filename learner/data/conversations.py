@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.data.coco import image_name, pixel_xywh
-from learner.data.detection import LISTS, NAMES
-from learner.data.files import jsonl_text, records
+from learner.data.files import LISTS, NAMES, jsonl_text, records
 from learner.data.records import Account, Annotation, Rule, Scale, Source, SourceImage
 from learner.types import Sample
 

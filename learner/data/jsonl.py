@@ -23,8 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from learner.data.detection import require_jsonl
-from learner.data.files import DataProblem, capped, parse_line, raw_lines
+from learner.data.files import DataProblem, capped, parse_line, raw_lines, require_jsonl
 from learner.stages.tokens import IM_END
 from learner.types import (
     CATEGORY_LISTS,

@@ -14,9 +14,9 @@ from urllib.parse import quote
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from learner.data.checkpoint import SampleLengths
 from learner.data.images import UnreadableImage, open_upright
 from learner.data.jsonl import MAX_BIN, bounding_box
-from learner.data.lengths import SampleLengths
 from learner.data.show import Table
 from learner.runs.atomic_files import publish_directory
 from learner.runs.console import fraction

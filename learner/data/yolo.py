@@ -18,12 +18,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from learner.config.yaml12 import dump_mapping
-from learner.data.boxes import bounding_xywh
 from learner.data.coco import pixel_xywh
-from learner.data.detection import DATA_YAML
-from learner.data.files import read_text
+from learner.data.files import DATA_YAML, read_text
 from learner.data.jsonl import bounding_box
-from learner.data.records import Account, Annotation, Rule, Source, SourceImage
+from learner.data.records import Account, Annotation, Rule, Source, SourceImage, bounding_xywh
 from learner.stages.coords import decode_bin
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError

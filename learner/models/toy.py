@@ -47,8 +47,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.video_processing_utils import BaseVideoProcessor
 
-from learner.data.toy import PROMPT
-from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
+from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
 from learner.models.coord_tokens import add_coord_tokens, smooth_rows, vocab_modules
 from learner.runs.atomic_files import publish_directory
 from learner.stages.coords import COORD_BINS, coord_token

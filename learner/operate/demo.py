@@ -26,7 +26,7 @@ from learner.analysis.evaluation.scores import Scores
 from learner.analysis.report.run_page import renew
 from learner.analysis.report.run_view import REPORT
 from learner.config import load_config
-from learner.config.json_schema import schema_text
+from learner.config.load import schema_text
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples

@@ -25,22 +25,20 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from learner.config import load_config
-from learner.config.json_schema import schema_text
+from learner.config.load import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
 from learner.data.checkpoint import TOKENIZER, Checkpoint
-from learner.data.conversion import convert, write_records
-from learner.data.detection import detect_format
-from learner.data.files import capped
-from learner.data.formats import read_other
+from learner.data.conversion import convert, read_other, write_records
+from learner.data.files import capped, detect_format
 from learner.data.show import check_tables, print_tables, show_account
 from learner.models.coord_tokens import describe_expanded, expand_vocab
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters
-from learner.operate.doctor.weights import why_untrained
-from learner.operate.estimate.report import estimate
-from learner.operate.estimate.step import USABLE, gib
+from learner.operate.doctor import why_untrained
+from learner.operate.estimate import estimate
+from learner.operate.step_cost import USABLE, gib
 from learner.runs.atomic_files import publish_directory, publish_text
 from learner.runs.console import tell
 from learner.training.checkpoint_checks import lengths_of_run

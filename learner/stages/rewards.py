@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from learner.config.group_relative import GroupRelativeConfig
+from learner.config.rollout_matching import GroupRelativeConfig
 from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin
 from learner.stages.matching import (

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from learner.config.schema import Config, CustomConfig, LoraTuner
 from learner.config.yaml12 import read_mapping
-from learner.data.checkpoint import Checkpoint, read_json
-from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.checkpoint import Checkpoint, SampleLengths, TokenLimits, read_json
 from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import answer_format
 from learner.types import Sample

@@ -24,8 +24,8 @@ from learner.data.files import capped
 from learner.data.jsonl import DataFile, read_samples
 from learner.data.order import image_faults
 from learner.rollout.colocate import Placement, place
+from learner.runs.checkpoint import BEGINNING, Start, find_start, require_run_folder
 from learner.runs.hub import require_hub_access
-from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
 from learner.stages.formats import answer_format
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, require

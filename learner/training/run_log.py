@@ -42,8 +42,8 @@ from learner.config.training import TrainingConfig
 from learner.data.checkpoint import TOKENIZER, Checkpoint
 from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
+from learner.runs.checkpoint import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.console import channel_and_loss, step_line, tell
-from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, lock_folder
 from shared_contracts.errors import RunError
 

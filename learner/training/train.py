@@ -48,9 +48,8 @@ from learner.models.start import StartModel
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing
-from learner.runs.checkpoint import Checkpoints, RunFacts
+from learner.runs.checkpoint import Checkpoints, RunFacts, data_digest, log_sizes
 from learner.runs.console import tell
-from learner.runs.resume import data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.training.asynchronous_rollouts import AsyncSource

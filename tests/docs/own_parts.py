@@ -26,7 +26,7 @@ def run(model: Path, data: Path, out: Path) -> None:
     ENTRY_CONTEXTS["spaced"] = ENTRY_CONTEXTS["objects_array"]
 
     from learner.config import parse_config
-    from learner.config.json_schema import schema_text
+    from learner.config.load import schema_text
     from learner.config.registry import ANSWER_FORMATS, MODEL_FAMILIES
     from learner.data.toy import ToyData
     from scripts.metrics_reference import page

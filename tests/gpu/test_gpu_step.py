@@ -25,7 +25,7 @@ from learner.models.attention import (
 from learner.models.load import LoadedModel, load_model, prepared
 from learner.models.packing_check import check_packing
 from learner.models.packs import Pack
-from learner.operate.estimate.step import longest_pack, meta_model, step_costs
+from learner.operate.step_cost import longest_pack, meta_model, step_costs
 from learner.training.recipes import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Sample

@@ -7,8 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from learner.data.checkpoint import Checkpoint
-from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.checkpoint import Checkpoint, SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject
 

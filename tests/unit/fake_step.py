@@ -36,7 +36,7 @@ from learner.models.load import LoadedModel
 from learner.models.packs import IMAGE, Pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in, sharded_policy
-from learner.operate.estimate.step import longest_pack, meta_model, ring_bytes
+from learner.operate.step_cost import longest_pack, meta_model, ring_bytes
 from learner.training.recipes import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample

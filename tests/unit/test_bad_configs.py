@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from learner.config import Config, merge, parse_config
-from learner.config.moved_keys import RETIRED_KEYS
+from learner.config.load import RETIRED_KEYS
 from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.config.yaml12 import read_mapping
 from shared_contracts.strict_model import bare_type, is_model

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from learner.config import Config, merge, parse_config
-from learner.config.moved_keys import EMPTY_SECTIONS
+from learner.config.load import EMPTY_SECTIONS
 from learner.config.schema import resolved_sync_mode
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.config import dump_mapping, dump_resolved, load_config, load_mapping, parse_config
-from learner.config.json_schema import schema_text
-from learner.config.load import LEAF_FIELDS, canonical_variant, dotted
+from learner.config.load import LEAF_FIELDS, canonical_variant, dotted, schema_text
 from learner.config.yaml12 import read_mapping
 from shared_contracts.errors import ContractError
 from shared_contracts.yaml12 import Steps

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.commands.toy import toy_app
+from learner.commands.data import toy_app
 from learner.data.jsonl import read_samples
-from learner.data.toy import make_data
-from learner.data.toy_scenes import (
+from learner.data.toy import (
     CROWDED_SIDE,
     DESCRIPTIONS,
     FEWEST,
@@ -22,6 +21,7 @@ from learner.data.toy_scenes import (
     Box,
     Scene,
     make_crowded_scene,
+    make_data,
     make_distinct_scene,
 )
 from shared_contracts.errors import ContractError

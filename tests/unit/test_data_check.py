@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from learner.data.check import check_files, odd_text
+from learner.data.checkpoint import SampleLengths, TokenLimits
 from learner.data.jsonl import DataFile, read_samples
-from learner.data.lengths import SampleLengths, TokenLimits
 from tests.unit.data_files import (
     box,
     lengths_of,

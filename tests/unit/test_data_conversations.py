@@ -8,12 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.data.boxes import find_reading
 from learner.data.conversations import read_conversations
 from learner.data.conversion import Conversion, convert
-from learner.data.detection import Format, detect_format
+from learner.data.files import Format, detect_format
 from learner.data.jsonl import read_samples
-from learner.data.records import Corners, Rule, Scale
+from learner.data.records import Corners, Rule, Scale, find_reading
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, line, paint, write_lines
 

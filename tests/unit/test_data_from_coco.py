@@ -12,8 +12,7 @@ from PIL import Image
 from pycocotools import mask
 
 from learner.data.coco import read_coco
-from learner.data.conversion import Conversion, convert, write_records
-from learner.data.formats import read_other
+from learner.data.conversion import Conversion, convert, read_other, write_records
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule, Scale
 from learner.data.toy import make_data

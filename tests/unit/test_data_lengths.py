@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
-from learner.data.checkpoint import Checkpoint
+from learner.data.checkpoint import Checkpoint, SampleLengths, TokenLimits
 from learner.data.jsonl import read_samples
-from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
 from learner.models.load import read_processor

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 import pytest
 from PIL import Image
 
+from learner.data.checkpoint import SampleLengths, TokenLimits
 from learner.data.jsonl import read_samples
-from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.look import choose_samples, colour_of, picture_name, stats_tables, write_page
 from learner.data.toy import ToyData
 from learner.types import Sample

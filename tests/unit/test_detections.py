@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from learner.analysis.evaluation.breakdown import breakdown
 from learner.analysis.evaluation.comparison import compare
 from learner.analysis.evaluation.detections import (
     AveragePrecision,
@@ -22,6 +21,7 @@ from learner.analysis.evaluation.detections import (
     detect,
     precision_payload,
 )
+from learner.analysis.evaluation.folder import breakdown
 from learner.analysis.evaluation.scores import ScoredAnswer, Scores, match_named
 from learner.analysis.report.gallery import shown_objects
 from learner.types import AssessedRollout, GroundTruthObject, ParsedObject, ParsedRollout

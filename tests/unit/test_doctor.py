@@ -16,8 +16,20 @@ from learner.config import dump_mapping
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.prompts import encode_request
-from learner.operate.doctor import machine, servers, weights
-from learner.operate.doctor.run import CheckResult, examine, run_check
+from learner.operate import doctor
+from learner.operate.doctor import (
+    CheckResult,
+    Machine,
+    check_overlap,
+    check_owner,
+    check_token,
+    check_use,
+    compare_versions,
+    examine,
+    machine_checks,
+    push_checkpoint,
+    run_check,
+)
 from learner.rollout.client import RolloutClient
 from learner.training.checks import Caution, Check
 from learner.training.input_checks import StartUp, input_checks
@@ -84,7 +96,7 @@ OURS = {"rollmatch": "1", "torch": "2.13.0", "transformers": "5.19.0", "vllm": "
 )
 def test_versions_must_agree(theirs: dict[str, str], status: str) -> None:
     info = info_of().model_copy(update={"versions": OURS | theirs})
-    finding = finding_of(lambda: machine.compare_versions(OURS, {URL: info}))
+    finding = finding_of(lambda: compare_versions(OURS, {URL: info}))
     assert finding.status == status
     for name in theirs if status != "ok" else ():
         assert f"{name} is {theirs[name]} there and {OURS[name]} here" in finding.found
@@ -105,15 +117,15 @@ USE = GpuUse(
 )
 def test_gpus_of_both_sides_are_compared_by_uuid(uuids: list[str], status: str, says: str) -> None:
     theirs = info_of().model_copy(update={"gpus": [0, 1], "gpu_uuids": uuids})
-    found = finding_of(lambda: machine.check_overlap([1], USE, {URL: theirs}))
+    found = finding_of(lambda: check_overlap([1], USE, {URL: theirs}))
     assert found.status == status
     assert says in found.found
 
 
 def test_a_used_gpu_of_the_learner_is_a_warning() -> None:
-    machine.check_use([0], USE)
+    check_use([0], USE)
     with pytest.raises(Caution, match="python \\(pid 42"):
-        machine.check_use([1], USE)
+        check_use([1], USE)
 
 
 @pytest.mark.req("FULL-05")
@@ -124,8 +136,8 @@ def test_memory_by_the_estimate_is_compared_with_what_is_there(
     run = StartUp(config)
     for check in input_checks(run):
         check.run()
-    monkeypatch.setattr(machine, "available_ram", lambda: gib * 2**30)
-    checks = {check.name: check for check in machine.machine_checks(run, machine.Machine())}
+    monkeypatch.setattr(doctor, "available_ram", lambda: gib * 2**30)
+    checks = {check.name: check for check in machine_checks(run, Machine())}
     (found,) = run_check(checks["memory (estimate)"])
     assert found.status == status
     assert f"there are {gib:.3g} GiB" in found.found
@@ -135,10 +147,10 @@ def test_memory_by_the_estimate_is_compared_with_what_is_there(
 
 
 def test_a_server_that_another_learner_owns_is_a_warning() -> None:
-    servers.check_owner({URL: info_of()})
+    check_owner({URL: info_of()})
     owned = info_of().model_copy(update={"owner": "the learner on node-3"})
     with pytest.raises(Caution, match="the learner on node-3 pushes to this server"):
-        servers.check_owner({URL: owned})
+        check_owner({URL: owned})
 
 
 @pytest.mark.req("SRV-06")
@@ -147,9 +159,9 @@ def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected:
     with scripted_server() as server:
         if protected:
             server.routes["GET /info/"] = lambda _: problem("unauthorized", "no token", "header")
-        servers.check_token([server.base_url], None)
+        check_token([server.base_url], None)
         with nullcontext() if protected else pytest.raises(Caution, match="without one"):
-            servers.check_token([server.base_url], "secret")
+            check_token([server.base_url], "secret")
 
 
 # --- weights ----------------------------------------------------------------------------
@@ -190,15 +202,13 @@ def test_push_fails_if_the_server_answers_with_other_weights(
                 each.response.choices[0].logprobs = ChoiceLogprobs.of([0.0, 0.0])
             return envelopes
 
-    monkeypatch.setattr(weights, "WeightPusher", lambda *_: ScriptedPusher(calls))
+    monkeypatch.setattr(doctor, "WeightPusher", lambda *_: ScriptedPusher(calls))
     address = {"base_url": URL, "group_port": 1}
     server = {"mode": "server", "server": {"servers": [address]}}
     vllm = config.rollout_matching.vllm.model_validate(server)
     rollout = config.rollout_matching.model_copy(update={"vllm": vllm})
     with pytest.raises(RunError, match="does not compute with the weights that were pushed"):
-        weights.push_checkpoint(
-            config.model_copy(update={"rollout_matching": rollout}), [Client(URL)]
-        )
+        push_checkpoint(config.model_copy(update={"rollout_matching": rollout}), [Client(URL)])
     assert calls == [None, "push 5", 5, "close"]
 
 

@@ -20,8 +20,8 @@ from learner.data.toy import ToyData
 from learner.models.flops import DeviceUse
 from learner.models.gpus import GPUS, Gpu, gpu_named
 from learner.models.load import load_model
-from learner.operate.estimate.report import Estimate, Serving, estimate
-from learner.operate.estimate.step import (
+from learner.operate.estimate import Estimate, Serving, estimate
+from learner.operate.step_cost import (
     StepCost,
     longest_pack,
     meta_model,

@@ -30,7 +30,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.operate.eval_plan import plan_evaluation
-from learner.runs.resume import BEGINNING, find_start
+from learner.runs.checkpoint import BEGINNING, find_start
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.data_files import box as box_of_a_line
 from tests.unit.data_files import line, paint_all, write_lines

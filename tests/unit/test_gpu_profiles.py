@@ -11,7 +11,7 @@ import pytest
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.models.gpus import GPUS, gpu_named
-from learner.operate.estimate.report import Estimate, estimate
+from learner.operate.estimate import Estimate, estimate
 from tests.unit.full_size_models import make_full_size, make_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.req("FULL-05")]

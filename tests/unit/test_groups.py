@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from learner.config import load_config
-from learner.config.group_relative import GroupRelativeConfig
-from learner.config.rollout_matching import MatchingConfig
+from learner.config.rollout_matching import GroupRelativeConfig, MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData

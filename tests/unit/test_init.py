@@ -20,8 +20,8 @@ from learner.data.checkpoint import Checkpoint
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.gpus import Gpu, gpu_named
-from learner.operate.doctor.run import examine
-from learner.operate.estimate.report import Estimate
+from learner.operate.doctor import examine
+from learner.operate.estimate import Estimate
 from learner.operate.init import InitOptions, Plan, choose_shape, init
 from learner.runs.checkpoint import newest_checkpoint
 from learner.stages.coords import COORD_BINS

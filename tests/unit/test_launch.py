@@ -13,8 +13,8 @@ import pytest
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.operate import launch_plan
-from learner.operate.launch_plan import (
+from learner.operate import launch
+from learner.operate.launch import (
     LaunchOptions,
     addresses_here,
     plan_launch,
@@ -173,7 +173,7 @@ def config_of(checkpoint: Path, toy: ToyData, folder: Path, **sections: Any) -> 
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda _: [0, 1, 2, 3, 4])
+    monkeypatch.setattr(launch, "visible_gpus", lambda _: [0, 1, 2, 3, 4])
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -27,7 +27,7 @@ from learner.data.toy import ToyData
 from learner.models.gpus import gpu_named
 from learner.models.load import load_model, on_meta
 from learner.models.patch_embedding import PatchProduct, use_product
-from learner.operate.estimate.report import estimate
+from learner.operate.estimate import estimate
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small
 from tests.unit.small_run import small_config, small_mapping

@@ -13,7 +13,7 @@ import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.operate.launch_plan import shell_assignments
+from learner.operate.launch import shell_assignments
 from learner.rollout.server_process import free_ports
 from tests.unit.scripted_server import problem, scripted_server
 

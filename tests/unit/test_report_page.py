@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from learner.analysis.report.run_page import renew, reported, write_report
-from learner.commands.look import report as report_command
+from learner.commands.run import report as report_command
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.report_folder import MadeRun, answer, step_line
 from tests.unit.test_learner_cli import command

@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers, unread_answers
-from learner.analysis.report.findings import Finding, findings
+from learner.analysis.report.answers import (
+    MOST,
+    Finding,
+    Tally,
+    faults_of,
+    findings,
+    read_answers,
+    unread_answers,
+)
 from learner.analysis.report.page import Tile
-from learner.analysis.report.plots import plots, thinned
+from learner.analysis.report.run_page import plots, thinned
 from learner.analysis.report.run_view import (
     RunView,
     evaluations_of,

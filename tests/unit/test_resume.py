@@ -21,9 +21,10 @@ from learner.config import dump_mapping, dump_resolved, load_mapping, merge, par
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.runs.checkpoint import Checkpoints, RunFacts
-from learner.runs.resume import (
+from learner.runs.checkpoint import (
     BEGINNING,
+    Checkpoints,
+    RunFacts,
     Start,
     data_digest,
     find_start,

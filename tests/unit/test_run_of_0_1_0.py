@@ -20,8 +20,7 @@ from typer.testing import CliRunner, Result
 from learner.analysis.evaluation.folder import read_answers
 from learner.cli import app
 from learner.config import load_config, load_mapping, merge, parse_config
-from learner.runs.checkpoint import read_checkpoint
-from learner.runs.resume import find_start
+from learner.runs.checkpoint import find_start, read_checkpoint
 from learner.runs.run_folder import RunFolder
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import run_quietly

@@ -13,7 +13,7 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack, make_pack
-from learner.operate.estimate.step import longest_pack
+from learner.operate.step_cost import longest_pack
 from learner.stages.formats.coord_json import serialize_objects
 from learner.training.recipes import Recipe, recipe_of
 from learner.types import Channel, Sample

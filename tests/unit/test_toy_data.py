@@ -15,12 +15,13 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from learner.data.jsonl import bounding_box, read_samples
-from learner.data.toy import ToyData, make_data
-from learner.data.toy_scenes import (
+from learner.data.toy import (
     DESCRIPTIONS,
     IMAGE_SIDE,
     MAX_OBJECTS,
     SceneObject,
+    ToyData,
+    make_data,
     make_scene,
 )
 from learner.stages.coords import decode_bin

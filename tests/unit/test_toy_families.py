@@ -18,7 +18,7 @@ from learner.models.load import LoadedModel, read_model
 from learner.models.packing_check import check_packing
 from learner.models.packs import make_pack
 from learner.models.toy import ToyFamily, make_model
-from learner.operate.estimate.step import longest_pack, step_costs
+from learner.operate.step_cost import longest_pack, step_costs
 from learner.training.recipes import recipe_of
 from learner.types import Sample
 from shared_contracts.errors import ContractError

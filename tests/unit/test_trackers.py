@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.runs.resume import BEGINNING
+from learner.runs.checkpoint import BEGINNING
 from learner.training.input_checks import check_inputs
 from learner.training.run_log import tracker_callbacks
 from learner.training.trainer import training_arguments

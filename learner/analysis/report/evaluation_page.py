@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.analysis.report.answers import sample_answers, unread_answers
-from learner.analysis.report.findings import Finding
+from learner.analysis.report.answers import Finding, sample_answers, unread_answers
 from learner.analysis.report.gallery import gallery
 from learner.analysis.report.page import Section, Tile, asset, publish_page
 from learner.config.rollout_matching import MatchingConfig

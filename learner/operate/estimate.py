@@ -8,7 +8,7 @@ from typing import Any
 from learner.config.schema import Config
 from learner.data.show import Table
 from learner.models.gpus import Gpu
-from learner.operate.estimate.step import (
+from learner.operate.step_cost import (
     SMALLER,
     USABLE,
     StepCost,
