@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout_server.http.app import create_app
-from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
+from rollout_server.http.guards import HEADER_BYTES, DeadlineProtocol
 from rollout_server.runtime.logs import take_over_torch
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollout_server.settings.command_line import default_text, metavar, option_names
+from rollout_server.cli import default_text, metavar, option_names
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.strict_model import bare_type, is_model
 

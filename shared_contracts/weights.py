@@ -1,4 +1,4 @@
-"""Bodies of the weight-update calls (section 5 of the contract).
+"""A push of weights on the wire: bodies of the calls, buckets, and the group (section 5).
 
 A push of full weights, in order; each call answers when its phase is over on every replica:
 
@@ -19,14 +19,14 @@ connection of its call ends.
 
 The group. The learner is rank 0, the engine workers are ranks 1... The server opens a store at
 `host:port`, with the key `attempt_key(attempt)`. Over `PrefixStore(group_prefix(number), store)`
-each rank calls `shared_contracts.rendezvous.meet` and joins a process group of torch; then all join
+each rank calls `shared_contracts.weights.meet` and joins a process group of torch; then all join
 an `allreduce` of one float32. `gloo` and `ipc` use a gloo group on the network device of the route
 to `host`; `nccl` uses an NCCL group. The number is 0, unless there are several `senders`.
 
 The buckets. `plan_buckets(parameters, bucket_bytes)` cuts the manifest. A bucket has the bytes of
 each of its tensors, padded with zeros to `ParameterMeta.wire_bytes`. Rank 0 broadcasts one uint8
-tensor for each bucket, and then the trailer: for each bucket the `shared_contracts.digests.digest`
-of its 64-bit words, as int64. A worker refuses buckets with other digests.
+tensor for each bucket, and then the trailer: for each bucket the `digest` of its 64-bit words, as
+int64. A worker refuses buckets with other digests.
 
 With `ipc` the group carries signals only. Every worker maps the learner's memory with the buckets
 and the trailer: two alternating slots of `SharedMemory.slot_bytes`. Rank 0 first broadcasts the
@@ -35,10 +35,17 @@ broadcasts one byte when the slot is filled, and all ranks pass a barrier after 
 """
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shared_contracts.machine import address_towards
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -47,19 +54,6 @@ Transport = Literal["gloo", "nccl", "ipc"]
 # PUSH_NEEDED  a push failed: the engines are rebuilt, and answer after the next full push
 WeightState = Literal["READY", "UPDATING", "PUSH_NEEDED"]
 
-
-def attempt_key(attempt: str) -> str:
-    """Return the store's key that identifies an `InitCommunicator`."""
-    return f"attempt/{attempt}"
-
-
-def group_prefix(number: int) -> str:
-    """Return the prefix of the keys of a group."""
-    return f"group/{number}"
-
-
-# The `memfd_create` name of the shared memory of an `ipc` learner without a GPU.
-HOST_MEMORY_NAME = "rollmatch-weights"
 
 # Alignment of parameters in a bucket, so that they can be viewed in place.
 WIRE_ALIGNMENT = 16
@@ -153,6 +147,28 @@ def wire_dtype(name: str, dtype: DtypeName) -> DtypeName:
     return "float32" if name.endswith(_WIDE) else dtype
 
 
+# Name of a tensor with the stacked matrices of all experts -> names of the matrices.
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def unfused(name: str, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Return name and shape of each matrix in a tensor of E fused experts; others stay whole.
+
+    transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I); the
+    rows of the gate come first. The order is that of the matrices in memory.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if not owner.endswith(".experts") or leaf not in _FUSED_EXPERTS or len(shape) != 3:
+        return [(name, list(shape))]
+    parts = _FUSED_EXPERTS[leaf]
+    experts, rows, columns = shape
+    return [
+        (f"{owner}.{expert}.{part}.weight", [rows // len(parts), columns])
+        for expert in range(experts)
+        for part in parts
+    ]
+
+
 class ParameterMeta(Wire):
     """A parameter on the wire: name as in the checkpoint, torch dtype name."""
 
@@ -169,6 +185,115 @@ class ParameterMeta(Wire):
     def wire_bytes(self) -> int:
         """`num_bytes`, padded to a multiple of `WIRE_ALIGNMENT`."""
         return math.ceil(self.num_bytes / WIRE_ALIGNMENT) * WIRE_ALIGNMENT
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterMeta], bucket_bytes: int
+) -> list[list[ParameterMeta]]:
+    """Cut the manifest into consecutive buckets of whole parameters, in order.
+
+    A bucket takes parameters while their `wire_bytes` fit into `bucket_bytes`; a
+    parameter larger than that travels alone. Both sides call this with the same
+    arguments, so they agree on every boundary.
+    """
+    buckets: list[list[ParameterMeta]] = []
+    used = 0
+    for parameter in parameters:
+        if not buckets or used + parameter.wire_bytes > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(parameter)
+        used += parameter.wire_bytes
+    return buckets
+
+
+Int64Array: TypeAlias = Any
+
+
+_WIDTH = 4096
+
+
+def positions_of(words: int) -> int:
+    """Return the smallest length of `positions` for a digest of `words` words."""
+    return max(_WIDTH, words // _WIDTH)
+
+
+def digest(words: Int64Array, positions: Int64Array) -> Int64Array:
+    """Return sum(words[i] * (2 * i + 1)) modulo 2**64, at about the speed of memory.
+
+    A changed bit changes the sum, because each multiplier is odd. Exchanged words change it, too.
+
+    words: (N,). positions: 0, 1, 2, ... with at least `positions_of(N)` entries.
+    """
+    whole = len(words) // _WIDTH * _WIDTH
+    rows = words[:whole].reshape(-1, _WIDTH)
+    tail = words[whole:]
+    # Entry (row, column) has the multiplier 2 * (row * _WIDTH + column) + 1.
+    of_columns = (rows.sum(0) * (2 * positions[:_WIDTH] + 1)).sum()
+    of_rows = (rows.sum(1) * positions[: len(rows)]).sum() * (2 * _WIDTH)
+    of_tail = (tail * (2 * (positions[: len(tail)] + whole) + 1)).sum()
+    return of_columns + of_rows + of_tail
+
+
+class StartWeightUpdate(GroupCall):
+    """The manifest of a push.
+
+    version: of the server after the push: higher by at most MOST_VERSION_STEP, or the same if a
+        replica does not have the server's version.
+    parameters: all parameters of the push, in wire order.
+    """
+
+    version: Count
+    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AdapterMeta(Wire):
+    """A LoRA adapter; the fields are those of peft's `LoraConfig`.
+
+    The metadata of an adapter's safetensors have it as JSON under ADAPTER_KEY.
+    """
+
+    r: int = Field(ge=1, le=MOST_RANK)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
+    target_modules: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
+ADAPTER_KEY = "adapter"
+
+
+class MoveMemory(Wire):
+    """The body of `/sleep/` and `/wake_up/`; it has no fields."""
+
+
+class WeightStatus(Wire):
+    """The weights after a call. weights_version: of the last finished push."""
+
+    state: WeightState
+    weights_version: Count
+    server_epoch: str
+
+
+class SyncReport(Wire):
+    """The result of a push.
+
+    seconds: of each phase at the server; `transfer` is one. bytes: payload of one replica.
+    """
+
+    status: WeightStatus
+    seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
+    bytes: Count
+
+    @model_validator(mode="after")
+    def _has_a_transfer(self) -> "SyncReport":
+        if "transfer" not in self.seconds:
+            raise ValueError("the seconds of `transfer` are missing")
+        return self
+
+
+# The `memfd_create` name of the shared memory of an `ipc` learner without a GPU.
+HOST_MEMORY_NAME = "rollmatch-weights"
 
 
 class HostMemory(Wire):
@@ -207,100 +332,114 @@ class SharedMemory(Wire):
     memory: HostMemory | DeviceMemory
 
 
-def plan_buckets(
-    parameters: Sequence[ParameterMeta], bucket_bytes: int
-) -> list[list[ParameterMeta]]:
-    """Cut the manifest into consecutive buckets of whole parameters, in order.
+_POLL_S = 0.01
 
-    A bucket takes parameters while their `wire_bytes` fit into `bucket_bytes`; a
-    parameter larger than that travels alone. Both sides call this with the same
-    arguments, so they agree on every boundary.
+
+# Torch reads this when it creates an NCCL group.
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+_creation_lock = threading.Lock()
+
+
+def attempt_key(attempt: str) -> str:
+    """Return the store's key that identifies an `InitCommunicator`."""
+    return f"attempt/{attempt}"
+
+
+def group_prefix(number: int) -> str:
+    """Return the prefix of the keys of a group."""
+    return f"group/{number}"
+
+
+def ready_key(rank: int) -> str:
+    """Return the key that a rank sets when it is ready."""
+    return f"ready/{rank}"
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a rank in errors."""
+    return "learner (rank 0)" if rank == 0 else f"engine worker (rank {rank})"
+
+
+class Store(Protocol):
+    """The used part of torch's `TCPStore`. A closed store raises RuntimeError."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def join_ranks(
+    torch: Any,
+    store: Store,
+    init: InitCommunicator,
+    rank: int,
+    number: int,
+    device: Any,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Join a process group of torch; return it after all ranks have joined.
+
+    torch: the module, which this package does not import. store: `TCPStore` of the rendezvous.
+    number: of the group, which has one sender. device: of its buckets; NCCL: the current device.
+    Raises as `meet`.
     """
-    buckets: list[list[ParameterMeta]] = []
-    used = 0
-    for parameter in parameters:
-        if not buckets or used + parameter.wire_bytes > bucket_bytes:
-            buckets.append([])
-            used = 0
-        buckets[-1].append(parameter)
-        used += parameter.wire_bytes
-    return buckets
+    distributed, ranks = torch.distributed, init.world_size // init.senders
+    timeout = timedelta(seconds=init.timeout_s)
+    prefixed = distributed.PrefixStore(group_prefix(number), store)
+    meet(prefixed, rank, ranks, init.timeout_s, given_up)
+    if init.transport == "nccl":
+        nccl = distributed.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        with _without_watchdog():
+            group = distributed.ProcessGroupNCCL(prefixed, rank, ranks, nccl)
+    else:
+        gloo = distributed.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        host = address_towards(init.host)
+        gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+        group = distributed.ProcessGroupGloo(prefixed, rank, ranks, gloo)
+    group.allreduce(torch.zeros(1, device=device)).wait(timeout)
+    return group
 
 
-# Name of a tensor with the stacked matrices of all experts -> names of the matrices.
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    given_up: Callable[[], bool] = lambda: False,
+) -> None:
+    """Wait until every rank is ready.
 
-
-def unfused(name: str, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Return name and shape of each matrix in a tensor of E fused experts; others stay whole.
-
-    transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I); the
-    rows of the gate come first. The order is that of the matrices in memory.
+    Raises TimeoutError with the missing ranks after `timeout_s` seconds, and
+    ConnectionAbortedError if `given_up` returns true.
     """
-    owner, _, leaf = name.rpartition(".")
-    if not owner.endswith(".experts") or leaf not in _FUSED_EXPERTS or len(shape) != 3:
-        return [(name, list(shape))]
-    parts = _FUSED_EXPERTS[leaf]
-    experts, rows, columns = shape
-    return [
-        (f"{owner}.{expert}.{part}.weight", [rows // len(parts), columns])
-        for expert in range(experts)
-        for part in parts
-    ]
+    store.set(ready_key(rank), "")
+    keys = [ready_key(other) for other in range(world_size)]
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if given_up():
+            raise ConnectionAbortedError("the group was given up")
+        if time.monotonic() > deadline:
+            missing = [other for other in range(world_size) if not store.check([ready_key(other)])]
+            raise TimeoutError(f"{', '.join(map(rank_name, missing))}: missing for {timeout_s:g} s")
+        time.sleep(_POLL_S)
 
 
-class AdapterMeta(Wire):
-    """A LoRA adapter; the fields are those of peft's `LoraConfig`.
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make NCCL groups that are created inside raise errors from `wait`.
 
-    The metadata of an adapter's safetensors have it as JSON under ADAPTER_KEY.
+    Otherwise torch's watchdog thread ends the process if another rank is lost.
     """
-
-    r: int = Field(ge=1, le=MOST_RANK)
-    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
-    target_modules: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
-    use_dora: bool = False
-    use_rslora: bool = False
-
-
-ADAPTER_KEY = "adapter"
-
-
-class StartWeightUpdate(GroupCall):
-    """The manifest of a push.
-
-    version: of the server after the push: higher by at most MOST_VERSION_STEP, or the same if a
-        replica does not have the server's version.
-    parameters: all parameters of the push, in wire order.
-    """
-
-    version: Count
-    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
-
-
-class MoveMemory(Wire):
-    """The body of `/sleep/` and `/wake_up/`; it has no fields."""
-
-
-class WeightStatus(Wire):
-    """The weights after a call. weights_version: of the last finished push."""
-
-    state: WeightState
-    weights_version: Count
-    server_epoch: str
-
-
-class SyncReport(Wire):
-    """The result of a push.
-
-    seconds: of each phase at the server; `transfer` is one. bytes: payload of one replica.
-    """
-
-    status: WeightStatus
-    seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
-    bytes: Count
-
-    @model_validator(mode="after")
-    def _has_a_transfer(self) -> "SyncReport":
-        if "transfer" not in self.seconds:
-            raise ValueError("the seconds of `transfer` are missing")
-        return self
+    with _creation_lock:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(_BLOCKING_WAIT)
+            if before is not None:
+                os.environ[_BLOCKING_WAIT] = before

@@ -19,8 +19,7 @@ from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
 
 from benchmarks.guard import BATCH, CASES, Case, guarded_settings
 from benchmarks.processes import end_with_benchmark
-from rollout_server.engines.vllm.arguments import engine_args
-from rollout_server.engines.vllm.engine import sampling_params
+from rollout_server.engines.vllm.engine import engine_args, sampling_params
 from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
 from shared_contracts.infer import RequestConfig
 

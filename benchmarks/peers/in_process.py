@@ -23,7 +23,7 @@ from benchmarks.workload import engine_settings
 async def serve(checkpoint: Path, answers: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout_server.engines.vllm.arguments import engine_args
+    from rollout_server.engines.vllm.engine import engine_args
 
     config = engine_args(engine_settings(checkpoint), 0).create_engine_config()
     llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

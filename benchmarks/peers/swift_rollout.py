@@ -17,7 +17,7 @@ from benchmarks.workload import engine_settings
 
 def rollout_options(checkpoint: Path, port: str) -> list[str]:
     """Command-line options that give its engine the settings of our own."""
-    from rollout_server.engines.vllm.arguments import engine_args
+    from rollout_server.engines.vllm.engine import engine_args
 
     ours = engine_args(engine_settings(checkpoint), 0)
     passed_through = ("enable_chunked_prefill", "kv_cache_memory_bytes", "max_num_batched_tokens")

@@ -3,7 +3,7 @@
 from learner.config.load import dump_resolved, load_config, load_mapping, parse_config
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
-from shared_contracts.extends import merge
+from shared_contracts.yaml12 import merge
 
 __all__ = [
     "Config",

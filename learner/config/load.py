@@ -20,9 +20,8 @@ from learner.config.schema import Config
 from learner.config.training import NULL_MEANS_DERIVED
 from learner.config.yaml12 import dump_annotated, dump_mapping, read_document
 from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.extends import merge_chain, read_chain
 from shared_contracts.strict_model import contract_errors, joined
-from shared_contracts.yaml12 import Steps
+from shared_contracts.yaml12 import Steps, merge_chain, read_chain
 
 # `file:line` of every key and list item: the place in effect, then those it overrides.
 Origins = dict[Steps, tuple[str, ...]]

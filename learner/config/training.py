@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from shared_contracts.errors import ContractError
-from shared_contracts.extends import written_path
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
+from shared_contracts.yaml12 import written_path
 
 
 def _absolute(value: Any) -> Path:

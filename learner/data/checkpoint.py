@@ -22,7 +22,7 @@ from learner.data.jsonl import build_request
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END, split_newlines
 from learner.types import GroundTruthObject, Sample
-from shared_contracts.adapters import checkpoint_chain
+from shared_contracts.checkpoints import checkpoint_chain
 from shared_contracts.errors import ContractError
 
 TOKENIZER = "tokenizer.json"

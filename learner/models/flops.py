@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
 from learner.models.packs import IMAGE, Pack
-from shared_contracts.footprint import GIB
+from shared_contracts.checkpoints import GIB
 
 # Forward and backward of attention over forward: backward has 5 products, forward has 2.
 _ATTENTION = 3.5

@@ -6,8 +6,8 @@ data sheet (2023), Ada GPU architecture paper, appendix A (RTX 4090).
 
 from dataclasses import dataclass
 
+from shared_contracts.checkpoints import GIB
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import GIB
 
 GB = 10**9
 TERA = 10**12

@@ -21,8 +21,8 @@ from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
 from learner.training.checkpoint_checks import check_model, longest_prompt
 from learner.training.input_checks import check_processes, check_step_budget, generates
 from learner.types import Channel, Sample
+from shared_contracts.checkpoints import GIB, MIB, cache_elements, engine_share, run_context
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, run_context
 
 # Engine memory beside weights and cache: the CUDA context, kernels, graphs, activations of a
 # prefill. Also the upper bound of a sleeping engine's memory.

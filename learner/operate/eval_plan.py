@@ -24,7 +24,7 @@ from learner.training.input_checks import (
     read_data,
 )
 from learner.types import Sample
-from shared_contracts.adapters import weight_files
+from shared_contracts.checkpoints import weight_files
 from shared_contracts.errors import ContractError
 
 

@@ -45,7 +45,7 @@ from learner.runs.checkpoint import (
 )
 from learner.runs.hub import push_folder
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
-from shared_contracts.adapters import ADAPTER
+from shared_contracts.checkpoints import ADAPTER
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.weights import DTYPE_BYTES, DtypeName
 

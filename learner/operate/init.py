@@ -43,7 +43,7 @@ from learner.runs.atomic_files import publish_directory, publish_text
 from learner.runs.console import tell
 from learner.training.checkpoint_checks import lengths_of_run
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER, weight_files
+from shared_contracts.checkpoints import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import visible_gpus
 

@@ -23,7 +23,7 @@ from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.packing import StepPacker
 from learner.training.recipes import Recipe, recipe_of
 from learner.types import Channel, Sample
-from shared_contracts.footprint import GIB
+from shared_contracts.checkpoints import GIB
 
 # Share of GPU memory beside driver, kernels and allocator fragmentation.
 USABLE = 0.92

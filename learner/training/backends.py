@@ -36,7 +36,7 @@ from learner.runs.atomic_files import publish_text
 from learner.training.checkpoint_checks import context_of_run
 from learner.training.server_checks import differences
 from learner.types import Sample
-from shared_contracts.footprint import BUCKET_BYTES, MIB
+from shared_contracts.checkpoints import BUCKET_BYTES, MIB
 from shared_contracts.machine import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE

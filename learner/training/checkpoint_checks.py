@@ -14,8 +14,8 @@ from learner.data.checkpoint import Checkpoint, SampleLengths, TokenLimits, read
 from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import answer_format
 from learner.types import Sample
+from shared_contracts.checkpoints import run_context
 from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.footprint import run_context
 from shared_contracts.strict_model import shown
 
 

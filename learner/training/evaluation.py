@@ -21,7 +21,7 @@ from learner.training.backends import open_backend
 from learner.training.run_log import software
 from learner.training.synchronous_rollouts import RolloutSource
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER
+from shared_contracts.checkpoints import ADAPTER
 
 
 def build_scorer(

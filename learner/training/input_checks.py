@@ -30,7 +30,7 @@ from learner.stages.formats import answer_format
 from learner.training.checkpoint_checks import check_model, check_target_modules
 from learner.training.checks import Check, require
 from learner.types import Sample
-from shared_contracts.adapters import weight_files
+from shared_contracts.checkpoints import weight_files
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
 from shared_contracts.strict_model import shown

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.adapters import checkpoint_chain, folder_with
+from shared_contracts.checkpoints import checkpoint_chain, folder_with
 from shared_contracts.errors import RunError
 from shared_contracts.machine import signal_at_death_of
 

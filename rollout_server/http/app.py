@@ -24,15 +24,16 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from rollout_server.http.access_log import AccessLog
-from rollout_server.http.bodies import JsonBody, declare_bodies
 from rollout_server.http.guards import (
     BODY_S,
     BodyLimit,
     CanonicalPaths,
     ConcurrencyLimit,
     HostCheck,
+    JsonBody,
     TokenCheck,
     check_sequences,
+    declare_bodies,
 )
 from rollout_server.http.idempotency import IdempotentCalls
 from rollout_server.http.openai_mount import add_openai

@@ -14,9 +14,16 @@ from pydantic import SecretStr
 from safetensors import SafetensorError, safe_open
 
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.adapters import checkpoint_chain, weight_files
+from shared_contracts.checkpoints import (
+    GIB,
+    MIB,
+    cache_elements,
+    checkpoint_chain,
+    engine_share,
+    text_config,
+    weight_files,
+)
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, text_config
 from shared_contracts.machine import (
     CUDA_VISIBLE,
     GPU_DEVICES,

@@ -42,7 +42,6 @@ from rollout_server.runtime.concurrency import all_or_cancel, timed
 from rollout_server.runtime.refusals import refusal
 from rollout_server.weights.manifest import check_adapter, check_manifest
 from shared_contracts.errors import ProblemError
-from shared_contracts.rendezvous import rank_name, ready_key
 from shared_contracts.weights import (
     ADAPTER_KEY,
     MOST_VERSION_STEP,
@@ -57,6 +56,8 @@ from shared_contracts.weights import (
     WeightStatus,
     attempt_key,
     group_prefix,
+    rank_name,
+    ready_key,
 )
 
 logger = logging.getLogger(__name__)

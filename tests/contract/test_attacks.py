@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
+from rollout_server.http.guards import HEADER_BYTES, DeadlineProtocol
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem

@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from learner.config.rollout_matching import DecodingConfig
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.options import LORA_RANKS, ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
-from rollout_server.settings.run_config import LORA_RANKS
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig

@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rollout_server.http.app import create_app
-from rollout_server.http.bodies import MAX_FAULTS
+from rollout_server.http.guards import MAX_FAULTS
 from rollout_server.http.problems import RETRY_AFTER_S
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord

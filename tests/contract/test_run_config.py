@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge
-from rollout_server.settings.options import ServerSettings, load_settings
+from rollout_server.settings.options import ServerSettings, load_settings, read_rollout_config
 from rollout_server.settings.repeat_config import CONFIG_JSON, INJECTION
-from rollout_server.settings.run_config import read_rollout_config
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from shared_contracts.rendezvous import ready_key
+from shared_contracts.weights import ready_key
 
 # Only a test that fails waits so long.
 NEVER_S = 60.0

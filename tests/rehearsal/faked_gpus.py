@@ -146,7 +146,7 @@ def have_triton() -> None:
 
 def described(server: Started) -> Iterator[dict[str, Any]]:
     """vLLM's configuration of each replica."""
-    from rollout_server.engines.vllm.arguments import engine_args
+    from rollout_server.engines.vllm.engine import engine_args
 
     fake_nvml(server.gib)
     take(server.environment)

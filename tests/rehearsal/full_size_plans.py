@@ -27,7 +27,7 @@ from learner.rollout.sync.weights import MergedWeights
 from rollout_server.engines.vllm import push_engine
 from rollout_server.engines.vllm.push_engine import Manifest, PushEngine, Receiver
 from rollout_server.weights.manifest import checkpoint_parameters
-from shared_contracts.digests import digest
+from shared_contracts.weights import digest
 from tests.unit.full_size_models import make_full_size
 
 BUCKET_BYTES = 64 * 2**20

@@ -24,7 +24,7 @@ from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from rollout_server.engines.merge import merge, with_merged_model
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.adapters import ADAPTER, checkpoint_chain
+from shared_contracts.checkpoints import ADAPTER, checkpoint_chain
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_config
 

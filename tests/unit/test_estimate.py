@@ -33,8 +33,7 @@ from learner.training.recipes import recipe_of
 from learner.training.step import StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
-from shared_contracts.errors import ContractError
-from shared_contracts.footprint import (
+from shared_contracts.checkpoints import (
     GIB,
     MIB,
     PROOF_TOKENS,
@@ -42,6 +41,7 @@ from shared_contracts.footprint import (
     engine_share,
     run_context,
 )
+from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_step, fake_steps, step_model
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.plain_accelerator import PlainAccelerator

@@ -11,8 +11,8 @@ from learner.models.load import LoadedModel
 from learner.models.prompts import encode_request
 from learner.rollout.sync.probe import NEW_TOKENS, ProofOfEffect, WeightsDiffer, prompts
 from learner.stages.tokens import PLACEHOLDERS
+from shared_contracts.checkpoints import PROOF_TOKENS
 from shared_contracts.errors import ContractError
-from shared_contracts.footprint import PROOF_TOKENS
 from shared_contracts.infer import ChoiceLogprobs, RolloutEnvelope
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import DtypeName

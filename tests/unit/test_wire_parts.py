@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shared_contracts.digests import digest, positions_of
-from shared_contracts.rendezvous import meet
+from shared_contracts.weights import digest, meet, positions_of
 
 
 def defined(words: list[int]) -> int:

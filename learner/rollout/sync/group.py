@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.distributed import DistError, TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
-from shared_contracts.digests import digest, positions_of
-from shared_contracts.rendezvous import join_ranks
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -31,7 +29,10 @@ from shared_contracts.weights import (
     ParameterMeta,
     SharedMemory,
     attempt_key,
+    digest,
+    join_ranks,
     plan_buckets,
+    positions_of,
 )
 
 _STORE_PROBE_S = 2.0

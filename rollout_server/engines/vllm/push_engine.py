@@ -33,15 +33,16 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rollout_server.runtime.processes import die_with_parent
-from shared_contracts.digests import digest, positions_of
-from shared_contracts.rendezvous import join_ranks
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
     InitCommunicator,
     ParameterMeta,
     SharedMemory,
+    digest,
+    join_ranks,
     plan_buckets,
+    positions_of,
 )
 
 BACKEND = "rollmatch"
