@@ -64,15 +64,11 @@ run_cli(_RUN.read)
 
 
 class Weights(ModelLoader):
-    """Loads as `learner train` does."""
-
     def get_model(self, *_: Any, **__: Any) -> PreTrainedModel:
         return load_weights(_RUN.config)
 
 
 class RawSamples(Template):
-    """Encodes nothing: the step encodes samples."""
-
     def encode(self, inputs: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return inputs
 

@@ -70,7 +70,6 @@ def find_tokenizer(run: RunFolder, config: Config, given: Path | None) -> Path:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer as training does."""
     from transformers import AutoTokenizer  # slow
 
     loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -101,7 +100,6 @@ def logged_steps(run: RunFolder, step: int | None) -> list[int]:
 def rebuild(
     answers: Sequence[StepAnswer], config: Config, tokenizer: Tokenizer
 ) -> list[AssessedRollout]:
-    """Parse and match the answers of a step, build targets, and compute group rewards."""
     samples, rollouts = [each.sample for each in answers], [each.rollout for each in answers]
     return run_stages(samples, rollouts, tokenizer, config)
 
@@ -116,7 +114,6 @@ class Difference(NamedTuple):
 
 
 def first_difference(answer: StepAnswer, assessed: AssessedRollout) -> Difference | None:
-    """Compare an answer with its rebuilt form; None if both are equal."""
     found = _differing(_parts(answer), _parts(LoggedAnswer.of(assessed)), "")
     return None if found is None else Difference(answer, *found)
 
@@ -184,7 +181,6 @@ def replay(
 def _details(
     answer: StepAnswer, assessed: AssessedRollout, tokenizer: Tokenizer, resolution: int
 ) -> Iterator[Table]:
-    """Yield tables with all details of an answer."""
     yield _named(f"Step {answer.step}, sample {answer.sample_id}", *_facts(answer))
     yield _named("Answer", ("", decode_exactly(tokenizer, answer.response_token_ids)))
     yield _objects(LoggedAnswer.of(assessed), resolution)
@@ -200,7 +196,6 @@ NamedValue = tuple[str, str | Text]
 
 
 def _named(title: str, *rows: NamedValue) -> Table:
-    """Return a table of names and values, without headings."""
     return Table(title, ("", ""), rows)
 
 
@@ -217,7 +212,6 @@ def _facts(answer: StepAnswer) -> Iterator[NamedValue]:
 
 
 def _objects(answer: LoggedAnswer, resolution: int) -> Table:
-    """Return a table of predictions, ground truths, removed duplicates and dropped objects."""
     rows, objects = list[list[str]](), shown_objects(answer, resolution)
     for each in objects:
         result, _ = ROLES[each.role]
@@ -253,7 +247,6 @@ def _target(target: Target, answer: StepAnswer, tokenizer: Tokenizer) -> Iterato
 
 
 def _differences(differences: Sequence[Difference]) -> Iterator[Table]:
-    """Yield tables of the differing answers, and of the first difference with both values."""
     rows = [[str(each.answer.step), each.answer.sample_id, each.field] for each in differences]
     yield Table("Answers that differ", ("#step", "sample", "first field"), rows[:_LISTED])
     first = differences[0]

@@ -71,7 +71,6 @@ def check(
 
 
 def _check(path: Path, keys_only: bool) -> bool:
-    """Print the problems of a file; return whether it is valid."""
     from learner.config.load import check_written, located, read_written
     from learner.training.input_checks import check_files
 

@@ -102,7 +102,6 @@ def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -
 
 
 def _related(error: ContractError, known: ContractError) -> bool:
-    """Return whether the paths of two errors are equal, or one is a section of the other."""
     short, long = sorted((error.where, known.where), key=len)
     return long == short or long.startswith((f"{short}.", f"{short}["))
 
@@ -159,7 +158,6 @@ def show_config(path: Path, all_origins: bool = False) -> str:
 
 
 def dump_resolved(config: Config) -> str:
-    """Return YAML text of every key with its effective value."""
     return dump_mapping(config.model_dump())
 
 

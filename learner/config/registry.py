@@ -37,5 +37,4 @@ def model_family(model_type: str | None, where: str = "model.model") -> Any:
 
 
 def load_registered(registry: Mapping[str, str], name: str) -> Any:
-    """Import the object that a registry has under a name."""
     return resolve_name(registry[name])

@@ -116,7 +116,6 @@ class LoraTuner(StrictModel):
 
     @property
     def adapts_rows(self) -> bool:
-        """Whether `target_modules` names the embedding or the output head."""
         targets = [] if self.target_modules == "all-linear" else self.target_modules
         return any(name.split(".")[-1] in ("embed_tokens", "lm_head") for name in targets)
 
@@ -254,7 +253,6 @@ class Config(StrictModel):
 
     @property
     def pipeline(self) -> PipelineConfig:
-        """The declared objective and diagnostics."""
         if self.stage2_ab is not None:
             return self.stage2_ab.pipeline
         assert self.rollout_matching.pipeline is not None, "it comes with the variant"
@@ -266,7 +264,6 @@ class Config(StrictModel):
 
     @property
     def b_ratio(self) -> Decimal:
-        """Share of the optimizer steps that are channel B."""
         return Decimal(1) if self.stage2_ab is None else self.stage2_ab.schedule.b_ratio
 
     @property
@@ -328,7 +325,6 @@ class Config(StrictModel):
     def _share_answer_format(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        """Give the repeat guard the answer format of the run."""
         custom: CustomConfig | None = info.data.get("custom")
         if custom is None:
             return section
@@ -376,7 +372,6 @@ class Config(StrictModel):
             yield Refusal(found, do, "rollout_matching.vllm.enable_lora")
 
     def _of_channels(self) -> Iterator[Refusal]:
-        """Require a training module in each channel that may run."""
         for channel in self._channels():
             if not self._teaching(channel):
                 found = f"channel {channel} runs, but no enabled module of positive weight lists it"
@@ -394,7 +389,6 @@ class Config(StrictModel):
             yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_modules(self) -> Iterator[Refusal]:
-        """Require, for each module, a channel that may run and the answers that it reads."""
         for index, module in enumerate(self.pipeline.objective):
             if not module.enabled:
                 continue
@@ -448,7 +442,6 @@ class Config(StrictModel):
             yield Refusal(found, do, "training.data_parallel")
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
-        """Return the modules that move weights in a channel."""
         return [m for m in self.pipeline.objective if m.counts_in(channel) and m.teaches]
 
     def _channels(self) -> Iterator[Channel]:

@@ -151,7 +151,6 @@ class TrainingConfig(StrictModel):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Those of `report_to`."""
         return [tracker for tracker in self.report_to if tracker != "none"]
 
     def disagreements(self) -> Iterator[Refusal]:
@@ -211,7 +210,6 @@ class TrainingConfig(StrictModel):
             )
 
     def total_steps(self, samples: int) -> int:
-        """Return the optimizer steps of a run with `samples` samples an epoch."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.num_train_epochs is not None, "checked with the config"

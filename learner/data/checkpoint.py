@@ -56,7 +56,6 @@ class Checkpoint:
 
     @property
     def family(self) -> Any:
-        """The `learner.models.families.Family` of the model."""
         return model_family(read_json(self.base / "config.json").get("model_type"), self.where)
 
     @property
@@ -131,7 +130,6 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises ContractError for other content."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -176,7 +176,6 @@ def _box_of_mask(rle: dict[str, Any]) -> list[float] | None:
 
 
 def _is_polygon(value: Any) -> bool:
-    """Return whether a value is a flat list of three or more points."""
     return (
         isinstance(value, list)
         and len(value) >= 6
@@ -192,7 +191,6 @@ def image_name(image: Path, root: Path) -> str:
 
 
 def json_text(document: dict[str, Any]) -> str:
-    """Return the text of a document of `to_coco` or `to_lvis`."""
     return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
 
 

@@ -179,7 +179,6 @@ def _readings(
 
 
 def _fault(picture: SourceImage, path: Path, result: ImageResult) -> Rule | None:
-    """Return the rule that leaves an image out, or None."""
     if not os.path.isfile(path):
         return Rule.MISSING_IMAGE
     if isinstance(result, UnreadableImage):

@@ -85,13 +85,11 @@ def _opened(path: Path, do: str) -> Iterator[BinaryIO]:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Publish a JSONL file atomically; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     publish_text(path, jsonl_text(records))
 
 
 def jsonl_text(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return one JSON object a line."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 

@@ -76,7 +76,6 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_side(value: Any) -> bool:
-    """Return whether a value is a side of an image in pixels."""
     return type(value) is int and 1 <= value <= MAX_SIDE
 
 
@@ -110,7 +109,6 @@ _KEYS: dict[str, tuple[str, Callable[[Any], bool], Any, str]] = {
 
 
 def line_of(problem: ContractError) -> int:
-    """Return the number of a problem's line."""
     return int(problem.where.rpartition(":")[2])
 
 

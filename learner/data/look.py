@@ -129,7 +129,6 @@ def stats_tables(
 
 
 def _ranked(title: str, counted: str, named: str, values: Iterable[str], top: int) -> Table:
-    """Return a table of the `top` most frequent values."""
     counts = Counter(values)
     listed, total = counts.most_common(top), counts.total()
     if rest := total - sum(count for _, count in listed):

@@ -114,7 +114,6 @@ class BadSampleLog:
         self._listed = set(lines)
 
     def add(self, fault: ContractError) -> None:
-        """Append a fault, whose `where` is the `sample_id`, unless it is listed."""
         file, _, line = fault.where.rpartition(":")
         record = {"file": file, "line": int(line), "reason": fault.found}
         text = json.dumps(record, ensure_ascii=False)
@@ -163,7 +162,6 @@ class ReplacedSamples(Sequence[Sample]):
         raise fault
 
     def take_replaced(self) -> int:
-        """Return the number of replacements since the last call."""
         replaced, self._replaced = self._replaced, 0
         return replaced
 

@@ -108,7 +108,6 @@ class Annotation(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number within the range of a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -143,7 +142,6 @@ class Account:
             self.first.setdefault(rule, str(about))
 
     def leave_out(self, one: Annotation, image: str | None, reason: Rule) -> None:
-        """Record an omitted annotation. image: its file name, if the image is listed."""
         ids = {"annotation_id": one.id, "image_id": one.image_id}
         box = json.loads(json.dumps(one.box), parse_constant=lambda _: None)  # null for NaN
         self.left_out.append({**ids, "image": image, "bbox": box, "reason": reason.what})
@@ -178,7 +176,6 @@ class Reading(NamedTuple):
         return size[0] / _UNIT[self.scale], size[1] / _UNIT[self.scale]
 
     def pixels(self, box: Numbers, size: Size) -> Numbers:
-        """Return x1, y1, x2, y2 in pixels."""
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
 

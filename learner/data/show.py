@@ -70,7 +70,6 @@ def format_problem(problem: DataProblem) -> str:
 
 
 def check_tables(reports: Sequence[DataFile]) -> Iterator[Table]:
-    """Yield a table of files and, if there are findings, a table of their kinds."""
     columns = ("file", "#samples", "#objects", "#problems", "#warnings")
     rows = []
     for each in reports:
@@ -88,7 +87,6 @@ def check_tables(reports: Sequence[DataFile]) -> Iterator[Table]:
 
 
 def show_account(account: Account, title: str = "") -> None:
-    """Print the totals of an account, then its changes and omissions with their first examples."""
     cells = [[str(count), what, became] for count, what, became in account.totals]
     cells += [
         [str(count), rule.what, rule.done, account.first[rule]]

@@ -133,7 +133,6 @@ def _apart(a: Box, b: Box) -> bool:
 
 
 def make_crowded_scene(rng: np.random.Generator) -> Scene:
-    """Draw a crowded scene; objects are listed in random order."""
     kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
 
     def candidate(placed: list[_Placed]) -> _Placed:
@@ -145,7 +144,6 @@ def make_crowded_scene(rng: np.random.Generator) -> Scene:
 
 
 def make_distinct_scene(rng: np.random.Generator) -> Scene:
-    """Draw a distinct scene; objects are listed in random order."""
     kinds = rng.permutation(DESCRIPTIONS).tolist()
     count = int(rng.integers(FEWEST_DISTINCT, len(kinds) + 1))
     return _overlapping(rng, lambda placed: _anywhere(rng, kinds[len(placed)]), count)
@@ -174,7 +172,6 @@ def _overlapping(
 
 
 def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
-    """Return a shape beside another, with its description and size."""
     x1, y1, x2, y2 = other.box
     width, height = x2 - x1, y2 - y1
     x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
@@ -184,7 +181,6 @@ def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
 
 
 def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
-    """Return a shape with uniform logarithms of size and of aspect ratio."""
     size = np.log([SMALLEST, LARGEST])
     half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
     sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
@@ -234,8 +230,6 @@ PROMPT = "Detect every object in the image."
 
 @dataclass(frozen=True)
 class ToyData:
-    """Paths of the files of a toy data set."""
-
     train_jsonl: Path
     val_jsonl: Path
     coco_train: Path

@@ -84,7 +84,6 @@ def _size(root: ET.Element) -> Size | None:
 
 
 def _number(item: ET.Element, path: str) -> float:
-    """Return the finite number at a path; else NaN."""
     try:
         number = float(item.findtext(path, "nan"))
     except ValueError:

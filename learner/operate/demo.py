@@ -81,7 +81,6 @@ class Demo:
 
     @property
     def distinct(self) -> Path:
-        """Folder of the distinct scenes, in the crowded world."""
         return self.folder / "data_distinct"
 
     @property
@@ -89,7 +88,6 @@ class Demo:
         return self.folder / "model"
 
     def begin(self, part: str) -> None:
-        """Print the number and name of the next part."""
         self.begun += 1
         number = f"{self.begun}/{5 + self.control + 2 * (self.world == 'crowded')}"
         tell(self.console, Text.assemble((number, "bold"), f" {part}"))
@@ -141,7 +139,6 @@ def run_demo(
 
 
 def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
-    """Run all trainings, and score before and after each. first: of the model before any."""
     config = first
     if demo.world == "crowded":
         server.wait_until_healthy(SERVER_START_S)  # before an hour of training
@@ -169,7 +166,6 @@ def _run_all(demo: Demo, server: ServerProcess, first: Config) -> list[Row]:
 
 
 def _score(demo: Demo, config: Config, checkpoint: Path | None = None) -> Scores:
-    """Evaluate `model.model` or a checkpoint of the run, and renew the run's page."""
     plan = plan_evaluation(config, checkpoint)
     scored = run_evaluation(plan, reach_servers(plan.config), demo.console)
     renew(Path(config.training.output_dir), demo.console)

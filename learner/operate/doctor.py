@@ -108,7 +108,6 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
 
 
 def run_check(check: Check) -> list[CheckResult]:
-    """Run a check; return one finding, or one for each of its errors."""
     try:
         return [CheckResult(check.name, "", "ok", check.run())]
     except Waiting as waiting:
@@ -160,7 +159,6 @@ def _check_rows(run: StartUp) -> str:
 
 
 def why_untrained(folder: Path) -> str | None:
-    """Return the reason why the coordinate tokens of a checkpoint look untrained, or None."""
     return next(filter(None, map(untrained, _stored_rows(Checkpoint(folder)))), None)
 
 
@@ -206,7 +204,6 @@ class Machine:
         return query_gpu_use() if self.visible else None
 
     def memory(self) -> float | None:
-        """Return the bytes for one learner process; None if unknown."""
         if self.visible:
             gpus = self.use.gpus if self.use is not None else []
             sizes = [gpu.total_mib * 2.0**20 for gpu in gpus if gpu.index in self.visible]
@@ -241,7 +238,6 @@ def _check_memory(run: StartUp, machine: Machine) -> str:
 
 
 def check_use(visible: Sequence[int], use: GpuUse | None) -> str:
-    """Raise `Caution` for GPUs of the learner that other processes use."""
     if not visible:
         return "none is visible here: the learner trains on the CPU"
     do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
@@ -260,8 +256,6 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def answer_checks(run: StartUp, machine: Machine) -> list[Check]:
-    """Return checks of servers that passed `server_checks`."""
-
     def infos() -> dict[str, Info]:
         return require(run.infos, "servers")
 
@@ -326,7 +320,6 @@ def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[s
 
 
 def check_owner(servers: Mapping[str, Info]) -> str:
-    """Raise `Caution` if a learner pushes to a server."""
     for url, info in servers.items():
         if info.owner is not None:
             pusher = info.owner or "a learner"

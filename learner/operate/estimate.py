@@ -71,7 +71,6 @@ class Estimate:
 
     @property
     def colocated(self) -> bool:
-        """Whether learner and server share a GPU, one working at a time."""
         return self.config.rollout_matching.backend == "colocate" and self.served is not None
 
     @property
@@ -80,7 +79,6 @@ class Estimate:
 
     @property
     def server_share(self) -> float:
-        """Share of a GPU's memory that an engine takes."""
         if self.colocated:
             stated = self.config.rollout_matching.vllm.gpu_memory_utilization
             return stated or GPU_MEMORY_UTILIZATION
@@ -88,7 +86,6 @@ class Estimate:
 
     @property
     def largest(self) -> StepCost:
-        """The cost of the channel that needs more memory."""
         return max(self.costs.values(), key=lambda cost: cost.total)
 
     @property
@@ -129,7 +126,6 @@ class Estimate:
         return max(cost.packs * pack, self.messages_s(cost)) + update
 
     def expected_s(self, cost: StepCost) -> tuple[float, float]:
-        """Return the expected range of a real step in seconds."""
         best = self.step_s(cost)
         return best / REACHED[0], best / REACHED[1]
 
@@ -182,7 +178,6 @@ class Estimate:
         return steps
 
     def refusals(self) -> Iterator[ContractError]:
-        """Yield an error, with the numbers, for each thing that does not fit."""
         cost, served, gpu = self.largest, self.served, self.gpu
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {gpu.name} can be used"
@@ -232,7 +227,6 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """Return the document of `learner estimate --json`: bytes, seconds and counts."""
     served, beside = found.served, None
     if found.colocated:
         beside = {"kept_bytes": found.kept, "usable_bytes": int(found.left)}
@@ -275,7 +269,6 @@ def as_json(found: Estimate) -> dict[str, Any]:
 
 
 def tables(found: Estimate) -> Iterator[Table]:
-    """Yield the numbers of the JSON as tables, and the published measurements."""
     document = as_json(found)
     plain = {key: value for key, value in document.items() if isinstance(value, int | float)}
     channels = {f"channel {name}": each for name, each in document["channels"].items()}

@@ -43,7 +43,6 @@ class EvaluationPlan:
 
     @property
     def run(self) -> Path | None:
-        """The run folder that contains the evaluation, if any."""
         folder = self.out.parent.parent
         return folder if self.out.parent.name == EVALUATIONS and (folder / RUN).is_file() else None
 

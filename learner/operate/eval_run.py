@@ -46,7 +46,6 @@ def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: 
 
 
 def tables(scored: Scored) -> list[Table]:
-    """Return the tables of scores; the page of the evaluation has more."""
     numbers = scored.numbers()
     rows = [[tile.name, tile.value, tile.note] for tile in tiles(numbers)]
     title = f"{len(scored.answers)} answers, a hit has an IoU of 0.5"

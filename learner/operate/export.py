@@ -57,7 +57,6 @@ _LOGITS = 1e-3
 
 
 def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
-    """Raise ContractError unless the checkpoint is whole, and can be verified and written."""
     require_free(out)
     require_whole(checkpoint, "CHECKPOINT")
     if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):
@@ -205,7 +204,6 @@ def _use(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _data(config: Mapping[str, Any], trained_on: str) -> Iterator[str]:
-    """Yield a table of data files. trained_on: digest of the training data, as in the run."""
     yield "## Data\n"
     yield "| file | used for | SHA-256 |"
     yield "| --- | --- | --- |"
@@ -245,7 +243,6 @@ def _versions(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _public(value: Any) -> Any:
-    """Return a part of a config with file names instead of paths."""
     if isinstance(value, dict):
         return {key: _public(each) for key, each in value.items()}
     if isinstance(value, list):

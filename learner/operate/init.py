@@ -108,7 +108,6 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Names of the YAMLs, in the order of the runs."""
         return [WARMUP, TWO_CHANNEL] if self.after_warmup else [TWO_CHANNEL]
 
     @property
@@ -132,13 +131,11 @@ class Plan:
         return f"{visible}{torchrun if self.learner_gpus > 1 else ''}learner train {file}"
 
     def config(self) -> Config:
-        """Return the config of the run, with the model to measure with."""
         config = self.write(TWO_CHANNEL)
         model = config.model.model_copy(update={"model": self.measured})
         return config.model_copy(update={"model": model})
 
     def write(self, name: str) -> Config:
-        """Write the YAML `name`.yaml, and load it."""
         options, warmup, path = self.options, name == WARMUP, self.folder / f"{name}.yaml"
         folder, steps = options.out.absolute(), self.steps(name)
         model = folder / MODEL if self.measured != options.model else options.model.absolute()

@@ -78,7 +78,6 @@ class LaunchOptions:
 
     @property
     def processes(self) -> int:
-        """Number of learner processes."""
         return self.train_processes or len((self.train_gpus or "").split(","))
 
 
@@ -260,7 +259,6 @@ def plan_launch(
 
 
 def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
-    """Return the servers of the config; raise ContractError for a run that uses none."""
     if not generates(config):
         raise ContractError(
             "stage2_ab.schedule.b_ratio",
@@ -280,7 +278,6 @@ def _require_servers(config: Config) -> tuple[ServerAddress, ...]:
 
 
 def _require_allowed(own: Mapping[str, Any]) -> None:
-    """Raise ContractError for server settings that the launch sets itself."""
     if given := [key for key in _DERIVED if key in own]:
         raise ContractError(
             SERVER_CONFIG,
@@ -320,8 +317,6 @@ def shell_assignments(config: Config) -> str:
 
 
 class StopRequested(Exception):
-    """A stop signal arrived. number: the signal."""
-
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number

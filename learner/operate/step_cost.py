@@ -130,7 +130,6 @@ def meta_model(config: Config) -> LoadedModel:
 
 
 def longest_pack(config: Config, segments: Sequence[Segment]) -> tuple[Pack, int]:
-    """Return the longest pack of a step on `segments`, and the number of packs."""
     packer = StepPacker(config.training, config.global_max_length, make_pack)
     packs = packer.chunk(segments, last=True)
     return max(packs, key=len), len(packs)
@@ -214,7 +213,6 @@ class _CountedStep:
             self.layer = (widened, experts * text.moe_intermediate_size, heads)
 
     def count(self, *parts: str) -> int:
-        """Return the elements of all parameters whose names contain one of `parts`."""
         named = self.parameters.items()
         return sum(w.numel() for name, w in named if any(part in name for part in parts))
 
@@ -252,7 +250,6 @@ class _CountedStep:
         return float(max(left + _NORM * self.stream + chunk + head, left + layer + waiting, end))
 
     def flops(self) -> float:
-        """Return FLOPs: those of `perf/mfu`, recomputation, and the starting model's forward."""
         whole = Arithmetic.of(self.loaded.model, self.loaded.inner.config)
         forward, both = whole.of_pack(self.pack, self.rows)
         seen = self.again and self.sees
@@ -265,7 +262,6 @@ class _CountedStep:
         return self.recorded * (both + again) + self.others * forward
 
     def moved(self) -> float:
-        """Return the memory traffic of memory-bound operations, in bytes."""
         factors = _LORA if self.lora else _ALL
         passes = self.recorded * (4 if self.again else 3) + self.others
         text = self.text.num_hidden_layers * len(self.pack) * _dot(self.layer, factors.moved)

@@ -41,7 +41,6 @@ def main() -> None:
 
 
 def run(options: list[str], command: list[str]) -> int:
-    """Run `command` in processes by torchrun's `options`; return an exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

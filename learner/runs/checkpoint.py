@@ -179,7 +179,6 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def newest_checkpoint(folder: Path) -> SavedCheckpoint | None:
-    """Return the newest checkpoint of a run folder; raises as `read_checkpoint`."""
     return next((read_checkpoint(path) for path in checkpoints_in(folder)), None)
 
 
@@ -246,7 +245,6 @@ class Start:
 
     @property
     def folder(self) -> str | None:
-        """The folder of the checkpoint."""
         return str(self.checkpoint.path) if self.checkpoint else None
 
     def state(self, rank: int, processes: int) -> dict[str, Any]:
@@ -347,13 +345,11 @@ def prepare_folder(folder: Path, start: Start) -> None:
 
 
 def data_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_states(checkpoint: SavedCheckpoint, processes: int) -> None:
-    """Raise ContractError if the checkpoint has states of another number of processes."""
     made = checkpoint.manifest.processes
     if made != processes and any(checkpoint.manifest.states):
         raise ContractError(
@@ -405,7 +401,6 @@ def _differences(
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each log of a run folder, by name."""
     return {path.name: path.stat().st_size for path in _logs(folder)}
 
 

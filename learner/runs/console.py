@@ -45,7 +45,6 @@ def fraction(part: float, whole: float, places: int = 1) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """Format a count: `1 step`, `1,200 steps`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -65,7 +64,6 @@ PHASES = ("rollout", "target", "pack", "learn", "push")
 
 
 def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
-    """Return the terminal line of a step. logs: its metrics by key."""
     seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in PHASES if f"time/{p}_s" in logs)
     rate = logs.get("rollout/per_second")
     tail = f", {rate:.1f} rollouts/s" if rate else ""

@@ -201,7 +201,6 @@ invalid | rate | B | 1 | mean share of the entries that are dropped as invalid |
 
 
 def _of_tokens() -> Iterator[Metric]:
-    """Yield the `token_metrics` of every objective."""
     for objective in OBJECTIVES:
         (declared,) = get_args(objective.model_fields["name"].annotation) or ("",)
         for name, (unit, meaning) in objective.token_metrics.items():

@@ -62,7 +62,6 @@ class Payload:
             self._put(key, "rate", parts, 0.0)
 
     def merge(self, other: "Payload") -> None:
-        """Add the payload of another part of the step."""
         self.sums[:] += other.sums
         self.peaks[:] = np.maximum(self.peaks, other.peaks)
 
@@ -91,8 +90,6 @@ class Payload:
 
 
 class PhaseClock:
-    """Seconds spent in each phase of a step, as `time/<phase>_s`."""
-
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -129,7 +126,6 @@ _B = "stage2_ab/channel_b"
 
 
 def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
-    """Return the metrics of a step's answers."""
     dropped = Counter(reason for each in answers for _, reason in each.parsed.dropped)
     matched = sum(len(each.match.pairs) for each in answers)
     missed = sum(len(each.match.false_negatives) for each in answers)
@@ -191,7 +187,6 @@ def _reward_payload(rewards: Sequence[Reward]) -> Payload:
 
 
 def mismatch_payload(mismatch: Mismatch) -> Payload:
-    """Return the metrics of a step's kept tokens (LOGP-01)."""
     payload = Payload()
     payload.add({"mismatch/tokens": len(mismatch.nats)})
     for kind, nats in mismatch.by_kind():

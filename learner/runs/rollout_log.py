@@ -54,7 +54,6 @@ def folded(ids: Iterable[int]) -> list[int | list[int]]:
 
 
 def unfolded(short: Iterable[int | list[int]]) -> list[int]:
-    """Return the ids of a `folded` list."""
     ids: list[int] = []
     for item in short:
         ids += [item[0]] * item[1] if isinstance(item, list) else [item]
@@ -152,7 +151,6 @@ class LoggedTarget(_Record):
         )
 
     def token_ids(self, response: Sequence[int]) -> list[int]:
-        """Return all ids of the target."""
         return [*response[: self.kept], *self.ids]
 
 
@@ -219,7 +217,6 @@ class LoggedAnswer(_Record):
 
     @property
     def counted(self) -> int:
-        """Number of predictions that an evaluation counts."""
         return len(self.parse.objects) - len(self.match.unjudged)
 
     @property
@@ -234,14 +231,12 @@ class LoggedAnswer(_Record):
 
     @property
     def sample(self) -> Sample:
-        """The sample of the data file."""
         objects = tuple(GroundTruthObject(o.desc, o.shape) for o in self.ground_truth)
         lists = dict(self.category_lists)
         return Sample(self.sample_id, tuple(self.images), self.width, self.height, objects, lists)
 
     @property
     def rollout(self) -> RolloutOutput:
-        """The answer of the backend."""
         return RolloutOutput(
             **{each.name: getattr(self, each.name) for each in fields(RolloutOutput)}
         )

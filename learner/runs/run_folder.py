@@ -39,8 +39,6 @@ _OF_0_1_0 = b'"packing/post_rollout_buffer"'
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, `training.output_dir`."""
-
     path: Path
 
     @classmethod
@@ -56,11 +54,9 @@ class RunFolder:
         return cls(path)
 
     def config(self) -> Config:
-        """Load the resolved config of the run."""
         return load_config(self.path / RESOLVED)
 
     def facts(self) -> dict[str, Any]:
-        """Read `run.json`: versions, command, commit."""
         file = self.path / RUN
         try:
             facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -100,7 +96,6 @@ class RunFolder:
         return step + 1 if step in self._from_0 else step
 
     def answer_steps(self) -> list[int]:
-        """Return the steps with logged answers, in order."""
         return sorted({step for step, _ in self._answer_files("step_*")})
 
     def answers(self, step: int) -> list[StepAnswer]:
@@ -114,7 +109,6 @@ class RunFolder:
         return [_answer(f, line | {"step": step}) for _, f in files for line in json_lines(f)]
 
     def _answer_files(self, pattern: str) -> dict[tuple[int, int], Path]:
-        """Return the files of answers by step and process."""
         files = (self.path / ROLLOUTS).glob(pattern)
         return {
             (self.from_1(named[0]), named[1]): file

@@ -66,7 +66,6 @@ class Comparison:
         return cls(*files, len(rows[0]), tuple(compare(rows[0], rows[1], seed)))
 
     def numbers(self) -> dict[str, Any]:
-        """Return all numbers, for JSON."""
         scores = [asdict(each) for each in self.scores]
         paths = {"first": str(self.first), "second": str(self.second)}
         return {**paths, "samples": self.samples, "draws": DRAWS, "scores": scores}
@@ -135,7 +134,6 @@ def _resampled(counts: Totals, seed: int) -> Totals:
 
 
 def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
-    """Return the counts of each sample, (samples, ...) by name."""
     counts = {
         "answers": [1 for _ in answers],
         "predicted": [answer.counted for answer in answers],
@@ -177,7 +175,6 @@ SCORES: dict[str, Callable[[Totals], Array]] = {
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Return a row for each score, with a star if its interval does not contain 0."""
     rows = []
     for each in found.scores:
         interval = f"{each.low:+.3f} .. {each.high:+.3f}"

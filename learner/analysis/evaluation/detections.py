@@ -124,7 +124,6 @@ def data_order(answer: LoggedAnswer) -> tuple[str, int]:
 
 
 def _with_objects(answer: LoggedAnswer, objects: Sequence[LoggedObject]) -> Sample:
-    """Return the sample of an answer with other objects."""
     named = tuple(GroundTruthObject(normalized(o.desc), o.shape) for o in objects)
     return replace(answer.sample, objects=named)
 
@@ -183,7 +182,6 @@ class Detected:
 
 
 def detect(files: CocoFiles) -> dict[Overlap, Detected]:
-    """Score the detections by boxes and, with polygons, also by masks."""
     kinds: tuple[Overlap, ...] = ("bbox", "segm") if files.polygons else ("bbox",)
     with redirect_stdout(StringIO()):  # pycocotools prints its progress
         truth, found = _loaded(files)

@@ -76,7 +76,6 @@ class Scored:
         return cls(in_order, Scores.of(in_order), files, detected, parts)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the scores of `scores.json`; None without ground truth."""
         return {
             "answers": {
                 "count": len(self.answers),
@@ -125,7 +124,6 @@ def breakdown(
 
 
 def _counts(hits: int, predicted: int, ground_truths: int) -> Row:
-    """Return counts with their precision, recall and F1."""
     both = predicted + ground_truths
     return {
         "hits": hits,

@@ -240,7 +240,6 @@ def assess_by_name(
     resolution: int,
     answers: AnswerFormat = COORD_JSON,
 ) -> AssessedRollout:
-    """Parse an answer and match it by `match_named`."""
     match = partial(match_named, resolution=resolution, lists=sample.category_lists)
     return assess(sample, output, tokenizer, match, allow_poly=allow_poly, answers=answers)
 
@@ -285,14 +284,12 @@ def _unjudged(assessed: AssessedRollout) -> list[int]:
 def _by_description(
     pairs_at: Sequence[Pairs], truths: Sequence[LoggedObject]
 ) -> dict[str, list[int]]:
-    """Return the hits of each description at each threshold."""
     counts = [Counter(normalized(truths[g].desc) for _, g in pairs) for pairs in pairs_at]
     names = sorted(set().union(*counts))
     return {name: [count[name] for count in counts] for name in names}
 
 
 def _oversized(answer: LoggedAnswer) -> int:
-    """Count judged objects of nearly the whole image without a hit (EVAL-02)."""
     excluded = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)

@@ -71,7 +71,6 @@ def count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
 
 
 def unread_answers(answers: Sequence[LoggedAnswer]) -> list[Counted]:
-    """Count the answers that could not be read, or only in part, by their reasons."""
     reasons = Counter(
         answer.parse.fault or ("invalid_rollout" if answer.parse.invalid else None)
         for answer in answers
@@ -100,7 +99,6 @@ def sample_answers(answers: Sequence[Answer], most: int = MOST) -> list[Answer]:
 
 
 def _spread(values: Sequence[A], most: int) -> list[A]:
-    """Return at most `most` values, evenly spread; the last is one of them."""
     count = min(most, len(values))
     return [values[place * len(values) // count - 1] for place in range(1, count + 1)]
 

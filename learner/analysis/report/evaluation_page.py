@@ -103,7 +103,6 @@ def _descriptions(numbers: Numbers, most: int) -> Table:
 
 
 def precisions(numbers: Numbers) -> Table:
-    """Return a table of average precision by boxes and masks, with and without descriptions."""
     rows = [
         {"what": {"bbox": "boxes", "segm": "masks"}[kind] + beside, **detected[part]}
         for kind, detected in numbers["coco"].items()
@@ -138,7 +137,6 @@ def _table(
 
 
 def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers]) -> Section:
-    """Return the most frequent pairs of annotated and predicted descriptions that differ."""
     rows = []
     for each in confusion:
         truth, predicted, count = each["truth"], each["predicted"], each["count"]

@@ -124,7 +124,6 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> dic
 
 
 def facts_of(answer: LoggedAnswer) -> dict[str, str]:
-    """Return the facts of an answer by their names, for a page or a terminal."""
     version = " to ".join(map(str, dict.fromkeys(answer.weights_version)))
     predicted = answer.counted + len(answer.parse.duplicates)
     facts = {

@@ -57,12 +57,10 @@ def asset(name: str) -> str:
 
 
 def link(text: str, url: str) -> Markup:
-    """Return a link, as a cell of a table."""
     return Markup('<a href="{}">{}</a>').format(url, text)
 
 
 def _code(text: str) -> Markup:
-    """Return HTML with `code` elements for text between backticks."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 

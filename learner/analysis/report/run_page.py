@@ -89,7 +89,6 @@ def write_report(folder: RunFolder, out: Path | None = None, error: str | None =
 
 
 def plotly() -> str:
-    """Return Plotly's script with its licence."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -250,7 +249,6 @@ def renew(folder: Path, console: Console) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the first line of an error's text, or its type."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

@@ -48,17 +48,14 @@ class RunView:
 
     @cached_property
     def steps(self) -> list[Line]:
-        """The lines of optimizer steps."""
         return [line for line in self.metrics if "loss" in line]
 
     @cached_property
     def evaluations(self) -> list[Line]:
-        """The lines of evaluations."""
         return [line for line in self.metrics if "eval/f1" in line]
 
     @cached_property
     def by_channel(self) -> dict[str, list[Line]]:
-        """The step lines of each channel, `A` before `B`."""
         lines: dict[str, list[Line]] = {}
         for line in sorted(self.steps, key=channel_of):
             lines.setdefault(channel_of(line), []).append(line)
@@ -76,15 +73,12 @@ class RunView:
 
     @property
     def replay(self) -> str:
-        """The command that replays a step, without the step."""
         return f"learner replay {shlex.quote(str(self.folder.path.absolute()))}"
 
     def series(self, key: str) -> list[Point]:
-        """Return the values of a metric, over the steps that have it."""
         return points_of(self.steps, key)
 
     def total(self, key: str) -> int:
-        """Return the sum of a counter over all steps."""
         return int(sum(value or 0 for _, value in self.series(key)))
 
 
@@ -93,7 +87,6 @@ def points_of(lines: Sequence[Line], key: str) -> list[Point]:
 
 
 def mean(points: Sequence[Point]) -> float | None:
-    """Return the mean of the finite values, or None."""
     known = [value for _, value in points if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -181,7 +174,6 @@ def _step_of(run: RunView, checkpoint: Path) -> int | None:
 
 
 def state(run: RunView) -> str:
-    """Return the state of a run in one sentence."""
     total = total_steps(run.config, run.steps[-1] if run.steps else None)
     steps = f"step {run.last_step:,}" + (f" of {total:,}" if total else "")
     if run.error is not None:
