@@ -114,6 +114,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(answer: StepAnswer, assessed: AssessedRollout) -> Difference | None:
+    """Compare an answer with its rebuilt form; None if both are equal."""
     found = _differing(_parts(answer), _parts(LoggedAnswer.of(assessed)), "")
     return None if found is None else Difference(answer, *found)
 

@@ -59,6 +59,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_document(path: Path) -> Document:
+    """Return the mapping of a YAML file and the lines of its keys; raises as `read_mapping`."""
     return yaml12.read_document(path, yaml)
 
 

@@ -131,6 +131,7 @@ def _of_objects(sample: Sample, canvas: int) -> Iterator[DataProblem]:
 
 
 def odd_text(description: str) -> str | None:
+    """Return the markup or odd character in a description; None if there is none."""
     if (markup := _MARKUP.search(description)) is not None:
         return markup[0]
     for character in description:

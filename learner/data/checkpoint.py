@@ -130,6 +130,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raises ContractError for other content."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

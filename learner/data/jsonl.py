@@ -76,6 +76,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_side(value: Any) -> bool:
+    """Return whether a value is a side of an image in pixels."""
     return type(value) is int and 1 <= value <= MAX_SIDE
 
 

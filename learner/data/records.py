@@ -176,6 +176,7 @@ class Reading(NamedTuple):
         return size[0] / _UNIT[self.scale], size[1] / _UNIT[self.scale]
 
     def pixels(self, box: Numbers, size: Size) -> Numbers:
+        """Return x1, y1, x2, y2 in pixels."""
         (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
         return a * x, b * y, c * x, d * y
 

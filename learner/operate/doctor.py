@@ -204,6 +204,7 @@ class Machine:
         return query_gpu_use() if self.visible else None
 
     def memory(self) -> float | None:
+        """Return the bytes for one learner process; None if unknown."""
         if self.visible:
             gpus = self.use.gpus if self.use is not None else []
             sizes = [gpu.total_mib * 2.0**20 for gpu in gpus if gpu.index in self.visible]
@@ -238,6 +239,7 @@ def _check_memory(run: StartUp, machine: Machine) -> str:
 
 
 def check_use(visible: Sequence[int], use: GpuUse | None) -> str:
+    """Raise `Caution` for GPUs of the learner that other processes use."""
     if not visible:
         return "none is visible here: the learner trains on the CPU"
     do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
@@ -320,6 +322,7 @@ def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[s
 
 
 def check_owner(servers: Mapping[str, Info]) -> str:
+    """Raise `Caution` if a learner pushes to a server."""
     for url, info in servers.items():
         if info.owner is not None:
             pusher = info.owner or "a learner"

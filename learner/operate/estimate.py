@@ -126,6 +126,7 @@ class Estimate:
         return max(cost.packs * pack, self.messages_s(cost)) + update
 
     def expected_s(self, cost: StepCost) -> tuple[float, float]:
+        """Return the expected range of a real step in seconds."""
         best = self.step_s(cost)
         return best / REACHED[0], best / REACHED[1]
 
@@ -227,6 +228,7 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
+    """Return the document of `learner estimate --json`: bytes, seconds and counts."""
     served, beside = found.served, None
     if found.colocated:
         beside = {"kept_bytes": found.kept, "usable_bytes": int(found.left)}

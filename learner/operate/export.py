@@ -57,6 +57,7 @@ _LOGITS = 1e-3
 
 
 def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
+    """Raise ContractError unless the checkpoint is whole, and can be verified and written."""
     require_free(out)
     require_whole(checkpoint, "CHECKPOINT")
     if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):

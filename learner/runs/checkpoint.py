@@ -179,6 +179,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def newest_checkpoint(folder: Path) -> SavedCheckpoint | None:
+    """Return the newest checkpoint of a run folder; raises as `read_checkpoint`."""
     return next((read_checkpoint(path) for path in checkpoints_in(folder)), None)
 
 
@@ -345,6 +346,7 @@ def prepare_folder(folder: Path, start: Start) -> None:
 
 
 def data_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -401,6 +403,7 @@ def _differences(
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each log of a run folder, by name."""
     return {path.name: path.stat().st_size for path in _logs(folder)}
 
 

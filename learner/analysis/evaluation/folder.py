@@ -76,6 +76,7 @@ class Scored:
         return cls(in_order, Scores.of(in_order), files, detected, parts)
 
     def numbers(self) -> dict[str, Any]:
+        """Return the scores of `scores.json`; None without ground truth."""
         return {
             "answers": {
                 "count": len(self.answers),
