@@ -35,16 +35,15 @@ from learner.config.schema import Config
 from learner.data.toy import DESCRIPTIONS
 from learner.models.attention import attention_of
 from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.load import prepared
+from learner.models.layers import use_product
+from learner.models.load import compute_in, prepared
 from learner.models.packed_forward import packed_forward
 from learner.models.packs import IMAGE, Pack, make_pack
-from learner.models.patch_embedding import use_product
-from learner.models.precision import compute_in
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
 from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection
 from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
 from learner.operate.demo import CONFIGS
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from learner.training.recipes import Recipe, recipe_of
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError

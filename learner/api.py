@@ -24,12 +24,12 @@ The import loads no torch.
 from learner.config import load_config
 from learner.rollout.distribution import plan_chunks, rank_chunk_size
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.stages.coords import decode_bin, encode_bin
 from learner.stages.formats.coord_json import parse_rollout, serialize_append
 from learner.stages.matching import mask_iou, match_objects
-from learner.stages.packing.plan import plan_packs, select_segments
+from learner.stages.packing import plan_packs, select_segments
 from learner.stages.schedule import channel_for_step
 from learner.stages.targets import build_target
+from learner.stages.tokens import decode_bin, encode_bin
 from learner.stages.transport_plan import sinkhorn_barycentric
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig

@@ -34,7 +34,7 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 Channel = Literal["A", "B"]
 BackendName = Literal["server", "colocate", "hf"]
 
-# Bins of a coordinate (`learner.stages.coords`).
+# Bins of a coordinate (`learner.stages.tokens`).
 COORD_BINS = 1000
 
 # Why the parser drops a predicted object (PARSE-04).

@@ -20,7 +20,7 @@ from binpacking.to_constant_volume import to_constant_volume
 
 from benchmarks.command import Bench
 from benchmarks.results import Result, median_of
-from learner.stages.packing.plan import plan_packs
+from learner.stages.packing import plan_packs
 
 CAPACITY = 12_000
 MIN_FILL = 0.6

@@ -17,9 +17,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from benchmarks.command import Bench
 from benchmarks.results import Result, median_of
-from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import parse_rollout, serialize_objects
-from learner.stages.tokens import IM_END, CoordVocab, decode_exactly
+from learner.stages.tokens import COORD_BINS, IM_END, CoordVocab, coord_token, decode_exactly
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
 ANSWERS = 10

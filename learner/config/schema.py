@@ -27,8 +27,8 @@ from pydantic import (
 
 from learner.config.rollout_matching import GroupRelativeConfig, RolloutMatchingConfig
 from learner.config.training import AbsolutePath, TrainingConfig
+from learner.objectives import VARIANTS
 from learner.objectives.config import ObjectiveModule, PipelineConfig
-from learner.objectives.variants import VARIANTS
 from learner.types import Channel, FieldOrder
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import AnswerFormatName

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 from learner.config.registry import model_family
 from learner.data.images import ImageInfo, ImageRule, image_problems, inspect_image
 from learner.data.jsonl import build_request
-from learner.stages.coords import COORD_BINS, coord_token
-from learner.stages.tokens import IM_END, split_newlines
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token, split_newlines
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.checkpoints import checkpoint_chain
 from shared_contracts.errors import ContractError

@@ -25,7 +25,7 @@ from learner.data.records import (
     bounding_xywh,
     is_number,
 )
-from learner.stages.coords import decode_bin
+from learner.stages.tokens import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown

@@ -32,8 +32,8 @@ from learner.data.records import (
     find_reading,
 )
 from learner.runs.atomic_files import publish_directory, publish_text, writing
-from learner.stages.coords import encode_bin
 from learner.stages.matching import covers_a_pixel
+from learner.stages.tokens import encode_bin
 from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown

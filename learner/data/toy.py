@@ -32,7 +32,7 @@ from learner.data.coco import json_text, to_coco
 from learner.data.files import write_lines
 from learner.data.jsonl import read_samples
 from learner.runs.atomic_files import publish_directory, publish_text
-from learner.stages.coords import encode_bin
+from learner.stages.tokens import encode_bin
 from shared_contracts.errors import ContractError
 
 COLOURS = {

@@ -22,7 +22,7 @@ from learner.data.coco import pixel_xywh
 from learner.data.files import DATA_YAML, read_text
 from learner.data.jsonl import bounding_box
 from learner.data.records import Account, Annotation, Rule, Source, SourceImage, bounding_xywh
-from learner.stages.coords import decode_bin
+from learner.stages.tokens import decode_bin
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import shown

@@ -11,12 +11,12 @@ Both functions are registered with transformers, as `PACKED` and `PACKED_IMAGES`
 of the squares of the segments' lengths and need no mask (FULL-01); transformers' own `sdpa` builds
 a mask of L x L. A forward without bounds, such as that of `generate`, is transformers' `sdpa`.
 
-transformers would read the bounds from tensors of the device: those of images in every layer of the
-vision tower, those of text from the positions. The host would wait for the device each time.
-`without_search` and `image_bounds` pass the bounds that the host has.
+transformers would read the bounds of text from the positions on the device, and the host would wait
+for it. `without_search` and `image_bounds` pass the bounds that the host has.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
-from learner.models.patches import Patches, Runs
 from learner.objectives import numerics
 from shared_contracts.errors import ContractError
 
@@ -42,11 +41,55 @@ PACKED_IMAGES = "rollmatch_packed_images"
 _PADDED = 1.25
 
 
-def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
-    """Return transformers' `attn_implementation` for `model.attn_implementation`.
+@dataclass(frozen=True)
+class Runs:
+    """Runs of patches that attend to each other.
 
-    Raises ContractError if that flash attention is not installed.
+    bounds: (runs + 1,) int32, the start of each run, and the end. on_host: a copy that stays on the
+    host. longest: patches of the longest run.
     """
+
+    bounds: Tensor
+    on_host: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, bounds: Tensor) -> "Runs":
+        return cls(bounds, bounds, int(bounds.diff().max()))
+
+    def to(self, device: torch.device) -> "Runs":
+        return Runs(self.bounds.to(device), self.on_host, self.longest)
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches of all images of a pack: inputs of a vision tower that follow from their grids.
+
+    They are computed on the host when packs are made. A tower would compute them on the device, and
+    the host would wait for it, in some models in every layer.
+
+    rows: arguments of the vision tower, with one row per patch.
+    frames: the runs of frames.
+    window_index: (tokens,), an order of merged patches in which each window is a run.
+    windows: these runs, for layers that attend within windows. Both are None if no layer does.
+    """
+
+    rows: Mapping[str, Tensor]
+    frames: Runs
+    window_index: Tensor | None = None
+    windows: Runs | None = None
+
+    def to(self, device: torch.device) -> "Patches":
+        return Patches(
+            {name: row.to(device) for name, row in self.rows.items()},
+            self.frames.to(device),
+            None if self.window_index is None else self.window_index.to(device),
+            None if self.windows is None else self.windows.to(device),
+        )
+
+
+def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
+    """Return transformers' `attn_implementation`; raises ContractError if it is not installed."""
     installed = {
         "flash_attention_2": is_flash_attn_2_available,
         "flash_attention_3": is_flash_attn_3_available,
@@ -65,8 +108,7 @@ def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
 def packed_bounds(bounds: Tensor, longest: int) -> dict[str, Any]:
     """Return the arguments of a packed forward, by the names of transformers' flash attention.
 
-    bounds: (segments + 1,) int32, the start of each segment, and the end of the row.
-    longest: tokens of the longest segment.
+    bounds: as of a `Pack`. longest: tokens of the longest segment.
     """
     return {
         "cu_seq_lens_q": bounds,
@@ -199,10 +241,7 @@ def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
 def image_bounds(
     vision_config: Any, patches: Patches, windowed: Collection[nn.Module] = ()
 ) -> dict[str, Any]:
-    """Return the arguments of a vision tower that attends within the frames of `patches`.
-
-    windowed: the attention modules that attend within windows.
-    """
+    """Return the arguments of a tower that attends within frames; `windowed` within windows."""
     chosen = vision_config._attn_implementation
     frames, windows = patches.frames, patches.windows
     if chosen == PACKED_IMAGES:  # for transformers, all patches are one image: one call

@@ -1,11 +1,4 @@
-"""The 1000 coordinate tokens: adding them to a checkpoint, and a check for untrained rows.
-
-`expand_vocab`: the new rows of the embedding, and of an untied head, are the mean of the old rows
-plus small noise: a coordinate starts as likely as an average token. The noise is smooth in the bin
-(`smooth_rows`), so neighbouring bins start alike. A checkpoint with more rows than tokens stays
-padded to the largest power of two that divides its number of rows. `describe_expanded` writes the
-same without weights, for an estimate.
-"""
+"""The 1000 coordinate tokens: adding them to a checkpoint, and a check for untrained rows."""
 
 import math
 from contextlib import AbstractContextManager
@@ -24,15 +17,15 @@ from transformers import (
     ProcessorMixin,
 )
 
-from learner.models.loading import loading
-from learner.models.published import PROCESSOR_FILES, write_published_form
+from learner.models.checkpoint_files import PROCESSOR_FILES, loading, write_published_form
 from learner.runs.atomic_files import publish_directory, require_free
-from learner.stages.coords import COORD_BINS, coord_token
-from learner.stages.tokens import IM_END
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from shared_contracts.errors import ContractError
 
 FREQUENCIES = 16
 DECAY = 4.0
+# Standard deviation of the noise over that of the old rows.
+NOISE = 0.1
 
 # Upper limits for untrained rows: their distance from the mean over their norm, the correlation of
 # neighbours, and the residual without the waves over the norm.
@@ -101,12 +94,13 @@ def vocab_modules(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     return embedding, head
 
 
-# Standard deviation of the noise over that of the old rows.
-NOISE = 0.1
-
-
 def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     """Write model and processor of `source`, with coordinate tokens, to `out`.
+
+    The new rows of the embedding, and of an untied head, are the mean of the old rows plus small
+    noise: a coordinate starts as likely as an average token. The noise is that of `smooth_rows`. A
+    checkpoint with more rows than tokens stays padded to the largest power of two that divides its
+    number of rows.
 
     tie: false unties the head, which becomes a copy of the embedding; true requires a tied
         checkpoint; None keeps it as it is.
@@ -146,10 +140,7 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
 
 
 def describe_expanded(source: Path, out: Path) -> None:
-    """Write config and processor as `expand_vocab` does, without weights.
-
-    Raises ContractError as `expand_vocab` does.
-    """
+    """Write config and processor as `expand_vocab` does, without weights; for an estimate."""
     config, processor = _read_expandable(source)
     text, tokenizer = config.get_text_config(), processor.tokenizer
     old_tokens = len(tokenizer)
@@ -162,7 +153,6 @@ def describe_expanded(source: Path, out: Path) -> None:
 
 
 def _read_expandable(source: Path) -> tuple[PreTrainedConfig, ProcessorMixin]:
-    """Return config and processor of a checkpoint; raises ContractError as `expand_vocab`."""
     if not (source / "config.json").is_file():
         raise ContractError(
             str(source),
@@ -193,7 +183,6 @@ def _read_expandable(source: Path) -> tuple[PreTrainedConfig, ProcessorMixin]:
 
 
 def _rows(old_rows: int, old_tokens: int, tokens: int) -> int:
-    """Return the rows of an embedding for `tokens`, padded as `old_rows` are for `old_tokens`."""
     multiple = old_rows & -old_rows if old_rows > old_tokens else 1
     return math.ceil(tokens / multiple) * multiple
 
@@ -206,7 +195,6 @@ def _loading(source: Path, what: str) -> AbstractContextManager[None]:
 def _start_rows(
     weight: torch.Tensor, old_tokens: int, first: int, generator: torch.Generator
 ) -> None:
-    """Set every row from `old_tokens` on; the coordinates' rows start at `first`."""
     old = weight[:old_tokens].float()
     weight[old_tokens:] = old.mean(dim=0).to(weight.dtype)
     noise = NOISE * old.std() * smooth_rows(weight.shape[1], generator)

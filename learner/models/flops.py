@@ -34,7 +34,6 @@ class Arithmetic:
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> "Arithmetic":
-        """config: transformers' config of the model."""
         forward = dict.fromkeys(("text", "head", "vision", "merged"), 0.0)
         both = dict(forward)
         tuned = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
@@ -79,10 +78,7 @@ def _squares(bounds: Tensor) -> float:
 
 
 def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]]:
-    """Yield (name of the module, multiplied elements per row, weight) of each product.
-
-    text: config of the language model, with the number of experts per token.
-    """
+    """Yield (name of the module, multiplied elements per row, weight) of each product."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv3d):
             yield name, module.weight.numel(), module.weight
@@ -97,8 +93,6 @@ def _linear_attention(text: Any) -> float:
 
     Products of a chunk of 64 tokens with keys, values and the state, and the convolution (Yang et
     al., "Gated Delta Networks", arXiv 2412.06464, section 3.3).
-
-    text: config of the language model.
     """
     layers = (getattr(text, "layer_types", None) or []).count("linear_attention")
     if not layers:
@@ -111,10 +105,7 @@ def _linear_attention(text: Any) -> float:
 
 
 class DeviceUse:
-    """The peak memory of each step, and the data sheet of the device.
-
-    gpu: None if the device is no GPU of `GPUS`.
-    """
+    """The peak memory of each step, and the data sheet of the device; None for an unknown one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -50,7 +50,7 @@ def whole_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ContractError unless the head of a model without adapters is a product of (V, H)."""
+    """Raise ContractError unless the head, without adapters, is a product of (V, H)."""
     head, text = output_head(model), model.config.get_text_config()
     if not _is_product(head):
         raise refused(f"its lm_head is {head}, and no linear layer without a bias")

@@ -1,4 +1,10 @@
-"""Load the model to train with its processor, apply the tuner, and `Offload` the model."""
+"""Load the model to train with its processor, apply the tuner, and `Offload` the model.
+
+Trained weights are float32, and the forward computes in `torch_dtype` (FULL-03). Accelerate's mixed
+precision would keep 16-bit copies of all weights during a forward, and make a float32 copy of every
+output. Losses, norms and sums are float32: autocast keeps those of the model, `learner.objectives`
+has its own.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +24,7 @@ from peft import (
 )
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
@@ -32,21 +39,20 @@ from learner.config.registry import model_family
 from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
 from learner.data.checkpoint import Checkpoint
 from learner.models.attention import attention_of
+from learner.models.checkpoint_files import loading
 from learner.models.coord_tokens import untrained, vocab_modules
 from learner.models.families import Family, family_of
 from learner.models.head import check_head, whole_model
-from learner.models.linear_attention import separate_segments
-from learner.models.loading import loading
-from learner.models.patch_embedding import patch_embeddings, use_product
-from learner.models.precision import compute_in
-from learner.models.trained_rows import train_rows_alone
+from learner.models.layers import patch_embeddings, separate_segments, train_rows_alone, use_product
 from learner.runs.console import counted
 from learner.stages.tokens import CoordVocab, Tokenizer, token_table
 from shared_contracts.errors import ContractError
 
 _WHOLE = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
+
 # Most names of parameters in an error, for each kind of fault.
 _NAMED = 3
+DType = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,8 @@ def load_weights(config: Config) -> PreTrainedModel:
 
     Raises ContractError as `on_meta`, before it reads weights, and as `read_model`.
 
-    Trained weights are float32 with every `torch_dtype`: rounding would lose most of a bfloat16
-    weight's update. Under LoRA the frozen weights have `torch_dtype`, and peft makes the adapters
-    float32.
+    Trained weights are float32: rounding would lose most of a bfloat16 weight's update. Under LoRA
+    the frozen weights have `torch_dtype`, and peft makes the adapters float32.
     """
     on_meta(config)
     with loading("model.model", str(config.model.model), _WHOLE):
@@ -246,10 +251,28 @@ def read_processor(folder: Path) -> ProcessorMixin:
 
 
 def weight_dtype(config: Config) -> torch.dtype:
-    """Return the data type in which weights are loaded."""
     if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
+
+
+def compute_in(model: nn.Module, dtype: DType) -> None:
+    """Run forward and backward in `dtype`, without a conversion of outputs.
+
+    Call it before DDP or FSDP2 wraps the model. A weight is used once in a forward, so autocast's
+    cache of 16-bit copies would save no time and take 2 bytes per parameter.
+    """
+    if dtype == "bfloat16":
+        device = next(model.parameters()).device.type
+        in_bfloat16 = torch.autocast(device, torch.bfloat16, cache_enabled=False)
+        model.forward = in_bfloat16(model.forward)
+
+
+def sharded_policy(dtype: DType) -> MixedPrecisionPolicy:
+    """FSDP2 gathers weights in `dtype` and sums gradients in float32."""
+    if dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _rows_to_train(
@@ -307,7 +330,7 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) 
 
 
 def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise ContractError unless each target ends a module's name; peft checks only one of them."""
+    """peft checks only that one of the targets is found."""
     suffixes = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
         if not any(suffix.endswith(f".{target}") for suffix in suffixes):

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from learner.models.attention import Patches
 from learner.models.families import family_of
-from learner.models.patches import Patches
 from learner.models.prompts import EncodedPrompt
 from learner.objectives.logit_stats import Supervision
 from learner.types import Role, Target
@@ -86,7 +86,7 @@ def make_segment(
     kept_logprobs: Sequence[float] = (),
     advantages: Sequence[float] = (),
 ) -> Segment:
-    """Join a prompt and its target. `model` is the inner multimodal model.
+    """Join a prompt and its target.
 
     Raises ContractError for a supervised index outside of the target (APPEND-03).
     """
@@ -102,20 +102,11 @@ def make_segment(
                 "This is a defect of the target construction; please report the sample",
             )
     return Segment(
-        model,
-        sample_id,
-        prompt,
-        target,
-        ids,
-        positions,
-        has_dropped,
-        kept_logprobs,
-        advantages,
+        model, sample_id, prompt, target, ids, positions, has_dropped, kept_logprobs, advantages
     )
 
 
 def _types(prompt: EncodedPrompt, target: Target) -> Tensor:
-    """Return the `mm_token_types` of a segment, (L,); a target is text."""
     return pad(prompt.mm_token_types, (0, len(target.token_ids)))
 
 
@@ -162,7 +153,6 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
     pixels = [s.prompt.pixel_values for s in segments if s.prompt.pixel_values is not None]
     grids = [s.prompt.image_grid_thw for s in segments if s.prompt.image_grid_thw is not None]
     model = segments[0].model
-    family = family_of(model)
     grid = torch.cat(grids) if grids else None
     lengths = [len(segment) for segment in segments]
     return Pack(
@@ -175,5 +165,5 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         supervision=_supervision(segments),
         bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         lengths=tuple(lengths),
-        patches=None if grid is None else family.patches(model, grid),
+        patches=None if grid is None else family_of(model).patches(model, grid),
     )

@@ -1,8 +1,4 @@
-"""Prompts, encoded by the model's processor.
-
-The server encodes prompts with the same processor. Every rollout checks that the ids are equal
-(ROLL-01).
-"""
+"""Prompts, encoded by the model's processor, as the server encodes them, too (ROLL-01)."""
 
 import base64
 import os

@@ -48,7 +48,6 @@ class SelfContext:
         return self.iterations if self.grad_mode == "unroll" else min(self.iterations, 2)
 
     def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
-        """Run all forwards of a pack."""
         anchor = packed_forward(model, pack, reader.anchor)
         if self.iterations == 1:
             return ForwardStats(anchor, anchor)
@@ -60,7 +59,6 @@ class SelfContext:
         return ForwardStats(anchor, final)
 
     def _recording(self) -> AbstractContextManager[None]:
-        """Record gradients of fed-back embeddings and of the middle forwards, or not."""
         return nullcontext() if self.grad_mode == "unroll" else torch.no_grad()
 
     def _forward(

@@ -50,8 +50,8 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
 from learner.models.coord_tokens import add_coord_tokens, smooth_rows, vocab_modules
 from learner.runs.atomic_files import publish_directory
-from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import serialize_objects
+from learner.stages.tokens import COORD_BINS, coord_token
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
 ToyFamily = Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
@@ -67,9 +67,7 @@ POSITION_STD = 0.5
 
 @dataclass(frozen=True)
 class _Toy:
-    """The properties of a family's toy model.
-
-    patch_size: in pixels. smallest: least side of an image in pixels; smaller ones are enlarged.
+    """patch_size: in pixels. smallest: least side of an image in pixels; smaller ones are enlarged.
     text, vision, rope: additions to the common config.
     """
 

@@ -27,7 +27,7 @@ from learner.data.images import open_upright
 from learner.models.coord_tokens import vocab_modules
 from learner.objectives.coord_reg import soft_targets
 from learner.runs.atomic_files import publish_directory
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 
@@ -134,8 +134,6 @@ def _area(item: GroundTruthObject) -> int:
 
 
 class _Detector(nn.Module):
-    """The vision tower of `model` and the two heads."""
-
     def __init__(self, model: Qwen3VLForConditionalGeneration, kinds: int) -> None:
         super().__init__()
         self.tower, self.none = model.model.visual, kinds

@@ -4,6 +4,8 @@ An objective is one file with its config, its terms and its metrics, and one lin
 of the config and the declared metrics follow from these lists. Imports no torch.
 """
 
+from typing import NamedTuple
+
 from learner.objectives.bbox_geo import BboxGeoModule
 from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.coord_reg import CoordRegModule
@@ -22,3 +24,35 @@ OBJECTIVES: list[type[Objective]] = [
 DIAGNOSTICS: list[type[Diagnostic]] = [
     CoordDiagModule,
 ]
+
+
+class Variant(NamedTuple):
+    """recipe: class of its training recipe, imported when a run starts.
+
+    meaning: a line for the reference. polygons: whether they are trained and predicted beside boxes
+    (RES-02).
+    sections: of the config, which it requires and other variants refuse. `stage2_ab` has the
+    schedule of the channels and the objective; without it channel B runs alone, and
+    `rollout_matching.pipeline` has the objective. With `group_relative` several answers to a sample
+    are compared in channel B (GROUP-01).
+    """
+
+    recipe: str
+    meaning: str
+    sections: tuple[str, ...]
+    polygons: bool = False
+
+
+_RECIPE = "learner.training.recipes:Recipe"
+
+VARIANTS = {
+    "stage2_two_channel": Variant(_RECIPE, "channels A and B, boxes", ("stage2_ab",)),
+    "stage2_rollout_aligned": Variant(
+        _RECIPE, "channel B alone, boxes and polygons", ("pipeline",), polygons=True
+    ),
+    "stage2_group_relative": Variant(
+        _RECIPE,
+        "channels A and B, boxes; B by rewards of several answers to a sample",
+        ("stage2_ab", "group_relative"),
+    ),
+}

@@ -31,9 +31,9 @@ from transformers.utils.logging import disable_progress_bar
 from learner.config.schema import Config, LoraTuner
 from learner.data.checkpoint import Checkpoint
 from learner.data.show import Table, plain
+from learner.models.checkpoint_files import loading
 from learner.models.coord_tokens import untrained
 from learner.models.load import check_parameters, load_model, read_processor
-from learner.models.loading import loading
 from learner.models.prompts import encode_request
 from learner.operate.step_cost import SMALLER, USABLE, gib, meta_model, step_costs
 from learner.rollout.answers import check_prompt_ids

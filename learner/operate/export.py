@@ -25,11 +25,15 @@ from transformers.utils.logging import disable_progress_bar
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping, read_mapping
 from learner.data.checkpoint import Checkpoint
+from learner.models.checkpoint_files import (
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    loading,
+    write_published_form,
+)
 from learner.models.families import family_of
 from learner.models.load import LoadedModel, read_model, read_processor
-from learner.models.loading import loading
 from learner.models.prompts import encode_request
-from learner.models.published import PROCESSOR_FILES, TOKENIZER_FILES, write_published_form
 from learner.operate.eval_plan import require_whole
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating

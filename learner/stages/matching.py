@@ -31,7 +31,7 @@ import pycocotools.mask as coco_mask
 from scipy.optimize import linear_sum_assignment
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from learner.types import (
     NEG_CATEGORIES,
     NOT_EXHAUSTIVE_CATEGORIES,

@@ -15,7 +15,6 @@ import numpy as np
 
 from learner.config.rollout_matching import GroupRelativeConfig
 from learner.stages.clean_prefix import repeats
-from learner.stages.coords import decode_bin
 from learner.stages.matching import (
     IOU_THRESHOLDS,
     exact_iou,
@@ -23,6 +22,7 @@ from learner.stages.matching import (
     most_pairs,
     same_description,
 )
+from learner.stages.tokens import decode_bin
 from learner.types import AssessedRollout, Reward, Shape
 
 # Added to the standard deviation of a group, so that a small one gives no large advantage.

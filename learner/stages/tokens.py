@@ -14,7 +14,7 @@ from itertools import accumulate, compress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from learner.stages.coords import COORD_BINS, coord_token
+from learner.types import COORD_BINS as COORD_BINS
 from shared_contracts.errors import ContractError
 
 IM_END = "<|im_end|>"
@@ -27,6 +27,21 @@ HALF_CHARACTER = "\ufffd"
 
 # Largest id that a fast tokenizer can decode.
 MAX_TOKEN_ID = 2**32 - 1
+
+
+def encode_bin(c: float) -> int:
+    """Return the bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
+    return round((COORD_BINS - 1) * min(max(c, 0.0), 1.0))
+
+
+def decode_bin(k: int) -> float:
+    """Return the normalized coordinate in [0, 1] of bin `k`: `k / 999`."""
+    return k / (COORD_BINS - 1)
+
+
+def coord_token(k: int) -> str:
+    """Return the text of the coordinate token of bin `k`."""
+    return f"<|coord_{k}|>"
 
 
 class Tokenizer(Protocol):

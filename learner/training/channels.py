@@ -14,11 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from learner.config.schema import Config
-from learner.models.packed_forward import packed_forward
+from learner.models.packed_forward import StartModel, packed_forward
 from learner.models.packs import Pack, Segment, make_segment
 from learner.models.prompts import EncodedPrompt, PromptEncoder
 from learner.models.self_context import SelfContext
-from learner.models.start import StartModel
 from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.answers import check_prompt_ids
 from learner.stages.formats import AnswerFormat

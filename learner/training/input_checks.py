@@ -358,7 +358,7 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
         )
     if not training.packing:
         return
-    from learner.stages.packing.plan import binpacking_module  # numpy
+    from learner.stages.packing import binpacking_module  # numpy
 
     binpacking_module()
     if training.packing_buffer < batch:

@@ -1,6 +1,6 @@
 """Training recipes: the channel of a step, and the loss of a pack.
 
-`learner.objectives.variants` names the recipe of each `custom.trainer_variant`. `Recipe` has them
+`learner.objectives` names the recipe of each `custom.trainer_variant`. `Recipe` has them
 all: channels A and B by `b_ratio`, A with self-context (CHA-01); channel B alone (RES-02); and
 groups of answers in channel B (GROUP-01):
 
@@ -19,12 +19,12 @@ from torch import nn
 from learner.config.schema import Config
 from learner.models.flops import Arithmetic
 from learner.models.load import LoadedModel
+from learner.models.packed_forward import StartModel
 from learner.models.packs import Pack
 from learner.models.prompts import PromptEncoder
 from learner.models.self_context import SelfContext
-from learner.models.start import StartModel
+from learner.objectives import VARIANTS
 from learner.objectives.pipeline import PackLoss, Pipeline
-from learner.objectives.variants import VARIANTS
 from learner.stages.formats import answer_format
 from learner.stages.schedule import channel_for_step
 from learner.training.channels import ChannelA, ChannelB, Encoding

@@ -43,8 +43,7 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank
 from learner.distributed.process_group import open_peers
 from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model
-from learner.models.packing_check import check_packing
-from learner.models.start import StartModel
+from learner.models.packed_forward import StartModel, check_packing
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, request_settings
 from learner.runs.atomic_files import writing

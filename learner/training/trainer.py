@@ -32,7 +32,7 @@ from learner.config.training import TrainingConfig
 from learner.data.order import BatchOrder
 from learner.models.families import Family, Part
 from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.precision import sharded_policy
+from learner.models.load import sharded_policy
 from learner.runs.checkpoint import Checkpoints
 from learner.runs.metrics import StepReport
 from learner.training.step import StepRunner
@@ -54,7 +54,7 @@ class RunArguments(TrainingArguments):
 def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunArguments:
     """Return Trainer's arguments. A dataloader batch is one process's part of an optimizer step.
 
-    `learner.models.precision` sets the mixed precision, except for FSDP2.
+    `learner.models.load` sets the mixed precision, except for FSDP2.
     """
     training, sharding = config.training, dict[str, Any]()
     if training.data_parallel == "fsdp2":  # each process has a part of every layer

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 
-from learner.objectives import OBJECTIVES
-from learner.objectives.variants import VARIANTS, Variant
+from learner.objectives import OBJECTIVES, VARIANTS, Variant
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS
 
 

@@ -23,7 +23,7 @@ from learner.models.attention import (
     packed_bounds,
 )
 from learner.models.load import LoadedModel, load_model, prepared
-from learner.models.packing_check import check_packing
+from learner.models.packed_forward import check_packing
 from learner.models.packs import Pack
 from learner.operate.step_cost import longest_pack, meta_model, step_costs
 from learner.training.recipes import Recipe, recipe_of

@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.coords import coord_token
 from learner.stages.formats.coord_json import parse_rollout
-from learner.stages.tokens import IM_END, PLACEHOLDERS, Tokenizer, decode_exactly, token_table
+from learner.stages.tokens import (
+    IM_END,
+    PLACEHOLDERS,
+    Tokenizer,
+    coord_token,
+    decode_exactly,
+    token_table,
+)
 from learner.types import GroundTruthObject, ParsedRollout, Role, Shape, Target
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))

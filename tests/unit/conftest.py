@@ -6,8 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from learner.stages.coords import COORD_BINS, coord_token
-from learner.stages.tokens import IM_END
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.toy_bpe import train_toy_tokenizer

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from learner.models.attention import Patches
 from learner.models.packs import IMAGE, Pack
-from learner.models.patches import Patches
 from learner.objectives.logit_stats import Supervision
 from tests.unit.fake_step import HostValues
 from tests.unit.tensor_shapes import as_on_cuda

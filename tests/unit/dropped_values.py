@@ -1,6 +1,6 @@
 """Values of an entry that the strict parser drops, and why (PARSE-04)."""
 
-from learner.stages.formats.json_scanner import MAX_BRACKETS
+from learner.stages.formats.json_objects import MAX_BRACKETS
 from tests.unit.answers import coords
 
 BOX = coords(10, 20, 300, 400)

@@ -31,11 +31,9 @@ from torch.utils.flop_counter import flop_registry
 
 from learner.config.schema import Config
 from learner.models.gpus import Gpu
-from learner.models.linear_attention import separate_segments
-from learner.models.load import LoadedModel
+from learner.models.layers import separate_segments, use_product
+from learner.models.load import LoadedModel, compute_in, sharded_policy
 from learner.models.packs import IMAGE, Pack
-from learner.models.patch_embedding import use_product
-from learner.models.precision import compute_in, sharded_policy
 from learner.operate.step_cost import longest_pack, meta_model, ring_bytes
 from learner.training.recipes import Recipe, recipe_of
 from learner.training.trainer import build_optimizer

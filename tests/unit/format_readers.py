@@ -10,9 +10,8 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.objects_array import CLOSING, HEAD
-from learner.stages.tokens import IM_END, Tokenizer, token_table
+from learner.stages.tokens import COORD_BINS, IM_END, Tokenizer, coord_token, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import CAT, DOG, FRAGMENTS, ROOF, encode, text_of
 from tests.unit.reference_parser import WHITE, Found, as_found, read_object, read_symbols

@@ -18,7 +18,7 @@ from learner.objectives.duplicate_ul import DuplicateULConfig, DuplicateULModule
 from learner.objectives.logit_stats import ForwardStats, Selection, Supervision
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.token_ce import TokenCEConfig, TokenCEModule
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from learner.types import Channel, Role
 from shared_contracts.strict_model import EmptySection, StrictModel
 from tests.unit.packed_logits import as_given

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from learner.stages.coords import COORD_BINS, coord_token
-from learner.stages.tokens import IM_END
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from learner.types import ParsedObject
 
 BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}

@@ -22,8 +22,7 @@ from learner.models.attention import (
     packed_bounds,
 )
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import packed_forward
-from learner.models.packing_check import check_packing
+from learner.models.packed_forward import check_packing, packed_forward
 from learner.models.toy import ToyFamily, make_model
 from learner.types import Sample
 from shared_contracts.errors import ContractError

@@ -21,9 +21,9 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import StartModel
 from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
-from learner.models.start import StartModel
 from learner.rollout.policy import Policy, request_settings
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.full_size import peak_of
 from learner.models import head
 from learner.models.head import chunked
-from learner.models.trained_rows import train_rows_alone
+from learner.models.layers import train_rows_alone
 from tests.unit.tensor_shapes import Shapes
 
 pytestmark = pytest.mark.req("FULL-02")

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from learner.config import dump_mapping, merge
 from learner.data.toy import ToyData
 from learner.runs.checkpoint import data_digest, newest_checkpoint
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from tests.unit.hub_server import READER, WRITER, Hub, hub_server
 from tests.unit.small_run import small_mapping
 

@@ -14,7 +14,6 @@ WITHOUT_TORCH = [
     "learner.types",
     "learner.rollout.distribution",
     "learner.rollout.seeds",
-    "learner.stages.coords",
     "learner.stages.formats.coord_json",
     "learner.stages.matching",
     "learner.stages.packing",

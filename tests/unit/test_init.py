@@ -24,7 +24,7 @@ from learner.operate.doctor import examine
 from learner.operate.estimate import Estimate
 from learner.operate.init import InitOptions, Plan, choose_shape, init
 from learner.runs.checkpoint import newest_checkpoint
-from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import COORD_BINS
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from learner.data.files import MAX_SHOWN_ERRORS
 from learner.data.jsonl import read_samples
-from learner.stages.coords import coord_token
+from learner.stages.tokens import coord_token
 from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 

@@ -25,8 +25,8 @@ from learner.data.checkpoint import Checkpoint
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.gpus import gpu_named
+from learner.models.layers import PatchProduct, use_product
 from learner.models.load import load_model, on_meta
-from learner.models.patch_embedding import PatchProduct, use_product
 from learner.operate.estimate import estimate
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small

@@ -10,7 +10,7 @@ from torch import nn
 
 from learner.models.attention import attention_of
 from learner.models.load import LoadedModel
-from learner.models.packing_check import check_packing
+from learner.models.packed_forward import check_packing
 from learner.models.packs import Segment, make_segment
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import loaded_from

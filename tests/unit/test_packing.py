@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from learner.config import load_config
 from learner.data.toy import ToyData
 from learner.rollout.distribution import PARTS, cut
-from learner.stages.packing import StepPacker, forwards_due
-from learner.stages.packing.plan import plan_packs, select_segments
+from learner.stages.packing import StepPacker, forwards_due, plan_packs, select_segments
 from learner.training.input_checks import check_step_budget
 from learner.types import Place
 from shared_contracts.errors import ContractError

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON, parse_rollout
-from learner.stages.formats.json_scanner import MAX_BRACKETS
+from learner.stages.formats.json_objects import MAX_BRACKETS
 from learner.stages.formats.objects_array import OBJECTS_ARRAY
 from learner.stages.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout

@@ -20,10 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.targets import build_target
-from learner.stages.tokens import IM_END, token_table
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token, token_table
 from learner.types import (
     FieldOrder,
     GroundTruthObject,

@@ -21,7 +21,7 @@ from learner.objectives.pipeline import Pipeline
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import StepReport
-from learner.stages.packing.plan import plan_packs
+from learner.stages.packing import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.recipes import Recipe
 from learner.training.step import StepRunner

@@ -6,13 +6,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.coords import COORD_BINS, coord_token, decode_bin, encode_bin
 from learner.stages.tokens import (
+    COORD_BINS,
     IM_END,
     CoordVocab,
     Edit,
     TokenText,
+    coord_token,
+    decode_bin,
     decode_exactly,
+    encode_bin,
 )
 from shared_contracts.errors import ContractError
 from tests.unit.answers import pieces

@@ -24,7 +24,7 @@ from learner.data.toy import (
     make_data,
     make_scene,
 )
-from learner.stages.coords import decode_bin
+from learner.stages.tokens import decode_bin
 from shared_contracts.errors import ContractError
 
 

@@ -15,7 +15,7 @@ from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import PACKED
 from learner.models.load import LoadedModel, read_model
-from learner.models.packing_check import check_packing
+from learner.models.packed_forward import check_packing
 from learner.models.packs import make_pack
 from learner.models.toy import ToyFamily, make_model
 from learner.operate.step_cost import longest_pack, step_costs

@@ -13,9 +13,8 @@ import re
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import serialize_objects
-from learner.stages.tokens import IM_END
+from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
 NOUNS = ("cat", "dog", "red square", "stop!", "(car)", 'the "old" door', "chat noir", "猫")

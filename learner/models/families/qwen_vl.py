@@ -3,7 +3,7 @@
 Positions have four rows: those of the text and the three of multimodal RoPE. Each restarts at every
 segment of a packed row. In a forward without mask and cache, the restarts of the text row make
 transformers attend within segments. Without the text row, it would attend across segments, without
-an error. Layers of linear attention need the bounds of segments (`linear_attention.py`).
+an error. Layers of linear attention need the bounds of segments (`layers.py`).
 """
 
 import math
@@ -18,8 +18,8 @@ from shared_contracts.errors import ContractError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from learner.models.attention import Patches
     from learner.models.packs import Pack
-    from learner.models.patches import Patches
     from learner.models.prompts import EncodedPrompt
 
 # Parts of the model with a learning rate each.
@@ -86,7 +86,6 @@ class QwenImageRule(NamedTuple):
 
 
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file and the settings of the image processor, as transformers finds them."""
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file() and "image_processor" in (settings := read_json(nested)):
         return nested, settings["image_processor"]
@@ -106,7 +105,7 @@ class Family:
     inputs: arguments of the model beside ids and positions, in the order of `vision_inputs`.
     language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
     linear_attention: suffix of the names of linear attention layers; None if it has none.
-    patch_embedding: suffix of the name of the convolution that `patch_embedding.py` replaces.
+    patch_embedding: suffix of the name of the convolution that `layers.py` replaces.
     """
 
     placeholder = "<|image_pad|>"
@@ -116,14 +115,11 @@ class Family:
     patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
-        """Return the rule for the tokens of an image, from a checkpoint. Imports no torch."""
+        """Imports no torch."""
         return QwenImageRule.of_checkpoint(folder)
 
     def part_of(self, name: str) -> Part:
-        """Return the part of the model that has a parameter.
-
-        The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`.
-        """
+        """The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`."""
         parts = name.split(".")
         if "visual" not in parts:
             return "language"
@@ -136,7 +132,7 @@ class Family:
         """
         from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
-        from learner.models.patches import Patches, Runs
+        from learner.models.attention import Patches, Runs
 
         rows = {"position_ids": get_vision_position_ids(grid, inner.visual.spatial_merge_size)}
         return Patches(rows, Runs.of(get_vision_cu_seqlens(grid)))
@@ -169,7 +165,7 @@ class Qwen25VL(Family):
     def patches(self, inner: Any, grid: "Tensor") -> "Patches":
         from transformers.vision_utils import get_vision_window_index
 
-        from learner.models.patches import Runs
+        from learner.models.attention import Runs
 
         tower = inner.visual
         index, bounds = get_vision_window_index(

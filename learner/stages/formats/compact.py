@@ -19,9 +19,8 @@ a sample with another description cannot be read.
 import re
 from collections.abc import Sequence
 
-from learner.stages.coords import coord_token
-from learner.stages.formats import AnswerFormat
-from learner.stages.formats.answer_text import Answer, Entry, Scan, lead_in, shape_fault
+from learner.stages.formats import Answer, AnswerFormat, Entry, Scan, lead_in, shape_fault
+from learner.stages.tokens import coord_token
 from learner.types import (
     AnswerFault,
     DropReason,

@@ -28,8 +28,7 @@ Three decisions where the rules leave room:
 import re
 from collections.abc import Collection, Sequence
 
-from learner.stages.formats import object_key
-from learner.stages.formats.answer_text import WHITE_SPACE, Entry, Scan
+from learner.stages.formats import WHITE_SPACE, Entry, Scan, object_key
 from learner.stages.formats.json_objects import JsonFormat, object_text, other_container
 from learner.stages.tokens import Edit
 from learner.types import (

@@ -21,7 +21,7 @@ brace where the list is still open.
 import re
 from collections.abc import Sequence
 
-from learner.stages.formats.answer_text import WHITE_SPACE, Scan
+from learner.stages.formats import WHITE_SPACE, Scan
 from learner.stages.formats.json_objects import JsonFormat, object_text
 from learner.types import AnswerFault, FieldOrder, GroundTruthObject, ParsedObject
 from shared_contracts.errors import ContractError

@@ -1,4 +1,4 @@
-"""The published form of Qwen-VL checkpoints.
+"""The files of a checkpoint: errors when it is loaded, and the published form of Qwen-VL.
 
 transformers 5 saves names that transformers 4.57 does not read. Both read the published names:
 
@@ -13,22 +13,64 @@ Files of a published checkpoint that did not change are copied instead, byte for
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
+
 from learner.data.checkpoint import read_json
+from shared_contracts.errors import ContractError
+
+# What transformers raises for an incomplete or wrong checkpoint folder.
+_OF_THE_FOLDER = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+
+
+@contextmanager
+def loading(where: str, what: str, fix: str) -> Iterator[None]:
+    """Raise ContractError if loading fails in the block.
+
+    where: config key, option or path; what: name of the loaded thing; fix: what to do.
+    """
+    try:
+        yield
+    except _OF_THE_FOLDER as error:
+        raise ContractError(where, f"{what} cannot be loaded ({error})", fix) from error
+
 
 _PROCESSORS = {
     "image_processor": "preprocessor_config.json",
     "video_processor": "video_preprocessor_config.json",
 }
-
-
 PROCESSOR_FILES = (*_PROCESSORS.values(), "generation_config.json")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
+)
+
+
+class _TransposedInFiles(Transpose):
+    """When loading, transposes matrices of another shape; when saving, all.
+
+    Published checkpoints of Qwen3-VL with experts have transposed matrices of experts, which
+    engines expect. transformers' own conversion never transposes when it saves.
+    """
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Transpose(self.dim1, self.dim0)
+
+
+register_checkpoint_conversion_mapping(
+    "qwen3_vl_moe",
+    [
+        WeightConverter(name, name, [_TransposedInFiles(1, 2, check_dims=True)])
+        for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    ],
+    overwrite=True,
 )
 
 
