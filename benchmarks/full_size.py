@@ -44,7 +44,7 @@ from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection
 from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
 from learner.operate.demo import CONFIGS
 from learner.stages.tokens import COORD_BINS
-from learner.training.recipes import Recipe, recipe_of
+from learner.training.channels import Recipe, recipe_of
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.fake_step import Costs, faked, put_on_fakes, step_model

@@ -49,8 +49,8 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import ServerProcess, free_ports
+from learner.training.channels import Recipe
 from learner.training.input_checks import check_inputs, generates
-from learner.training.recipes import Recipe
 from learner.training.server_checks import reach_servers
 from learner.training.step import StepRunner
 from learner.training.train import train

@@ -22,8 +22,12 @@ The import loads no torch.
 """
 
 from learner.config import load_config
-from learner.rollout.distribution import plan_chunks, rank_chunk_size
-from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.rollout.distribution import (
+    plan_chunks,
+    rank_chunk_size,
+    request_seed,
+    rollout_seed_base,
+)
 from learner.stages.formats.coord_json import parse_rollout, serialize_append
 from learner.stages.matching import mask_iou, match_objects
 from learner.stages.packing import plan_packs, select_segments

@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     polygons: bool = False
 
 
-_RECIPE = "learner.training.recipes:Recipe"
+_RECIPE = "learner.training.channels:Recipe"
 
 VARIANTS = {
     "stage2_two_channel": Variant(_RECIPE, "channels A and B, boxes", ("stage2_ab",)),

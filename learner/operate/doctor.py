@@ -38,15 +38,22 @@ from learner.models.prompts import encode_request
 from learner.operate.step_cost import SMALLER, USABLE, gib, meta_model, step_costs
 from learner.rollout.answers import check_prompt_ids
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.rollout.distribution import request_seed, rollout_seed_base
 from learner.rollout.policy import request_settings
-from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.stages.formats import answer_format
 from learner.training.backends import bucket_bytes_of, transport_of
-from learner.training.checks import Caution, Check, Waiting, require
-from learner.training.input_checks import StartUp, generates, input_checks
+from learner.training.input_checks import (
+    Caution,
+    Check,
+    StartUp,
+    Waiting,
+    generates,
+    input_checks,
+    require,
+)
 from learner.training.server_checks import sample_requests, server_checks, spread
 from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, RunError

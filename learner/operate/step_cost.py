@@ -21,7 +21,7 @@ from learner.models.packs import Pack, Segment, make_pack
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.stages.packing import StepPacker
-from learner.training.recipes import Recipe, recipe_of
+from learner.training.channels import Recipe, recipe_of
 from learner.types import Channel, Sample
 from shared_contracts.checkpoints import GIB
 

@@ -17,7 +17,8 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -27,7 +28,6 @@ from pydantic import BaseModel, ValidationError
 
 from learner.distributed.waiting import waiting_for
 from learner.rollout.answers import parse_rollouts
-from learner.rollout.clock import CLOCK, Clock
 from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
@@ -54,6 +54,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
 _PROBE_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.1
 # A server is gone if so many checks of `/live/` in a row fail while a call runs.
 LIVE_INTERVAL_S = 2.0
 _LIVE_TIMEOUT_S = 5.0
@@ -80,6 +81,27 @@ _OTHER_LEARNER = (
     "start this run again"
 )
 _BASE_URL = "rollout_matching.vllm.server.servers[].base_url"
+
+
+class Clock:
+    """The clock of all waits for servers: `clock()` is the time in seconds, `clock.sleep` a pause."""
+
+    def __call__(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def attempts(self, longest_pause_s: float = 2.0) -> Iterator[float]:
+        """Yield, again and again, the seconds since the first time; pauses between grow."""
+        began, pause_s = self(), _FIRST_PAUSE_S
+        while True:
+            yield self() - began
+            self.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_pause_s)
+
+
+CLOCK = Clock()
 
 
 class ServerUnreachable(RunError):

@@ -13,8 +13,7 @@ from functools import partial
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.client import SERVER_ERRORS, RolloutClient
-from learner.rollout.clock import CLOCK
+from learner.rollout.client import CLOCK, SERVER_ERRORS, RolloutClient
 from learner.rollout.server_pool import LONGEST_WAIT_S, Answers, ServerPool
 from learner.rollout.server_process import SupervisedServer
 from learner.types import RolloutOutput

@@ -1,4 +1,4 @@
-"""Distribution of requests over servers (DIST-01 to DIST-04): pure functions."""
+"""Distribution of requests over servers (DIST-01 to DIST-04), and their seeds (SEED-01)."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -109,3 +109,32 @@ def rank_caps(
         len(range(rank, end, learner_world_size)) - len(range(rank, start, learner_world_size))
         for start, end in bounds
     ]
+
+
+# Seeds: 31 bits of the step, above them the rank, below them micro step and request. Within a micro
+# step they count up by one. A server gives request i of a call the seed of the call plus i, so a
+# request's seed does not depend on how the requests were spread over servers. No two requests of a
+# step share a seed for up to 4096 requests a micro step, 512 micro steps and any number of ranks;
+# up to 1024 ranks every seed is at most 2**62.
+_BASE_BITS = 31
+_MICRO_STEP_BITS = 9
+_REQUEST_BITS = 12
+
+
+def rollout_seed_base(training_seed: int, global_step: int) -> int:
+    """Seed base of an optimizer step, in 0..2**31 - 1."""
+    return (training_seed + global_step * 1_000_003) & 0x7FFFFFFF
+
+
+def rank_seed_base(base: int, rank: int) -> int:
+    """Seed base of one learner rank; rank 0 keeps the base of the step."""
+    return base + (rank << _BASE_BITS)
+
+
+def request_seed(base: int, micro_step_idx: int, req_idx: int) -> int:
+    """Seed of one request: 1 + base * 2**21 + micro_step_idx * 2**12 + req_idx, never 0.
+
+    base: of the rank (`rank_seed_base`). req_idx: of the rank's requests in this micro step.
+    """
+    offset = (base << _MICRO_STEP_BITS) + micro_step_idx
+    return 1 + (offset << _REQUEST_BITS) + req_idx

@@ -21,13 +21,14 @@ from tenacity import (
 
 from learner.rollout.backend import ANSWERED, Call, Journal
 from learner.rollout.client import (
+    CLOCK,
     SERVER_ERRORS,
+    Clock,
     RolloutClient,
     may_be_of_a_proxy,
     may_pass,
     needs_push,
 )
-from learner.rollout.clock import CLOCK, Clock
 from learner.rollout.sync.push import WeightPusher
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope

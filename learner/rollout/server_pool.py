@@ -29,8 +29,7 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank
 from learner.distributed.waiting import waiting_for
 from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, RolloutBackend
-from learner.rollout.client import RolloutClient
-from learner.rollout.clock import CLOCK, Clock
+from learner.rollout.client import CLOCK, Clock, RolloutClient
 from learner.rollout.distribution import (
     CHUNKS_AHEAD,
     cut,

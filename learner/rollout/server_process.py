@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from learner.rollout.client import SERVER_ERRORS, RolloutClient
-from learner.rollout.clock import CLOCK
+from learner.rollout.client import CLOCK, SERVER_ERRORS, RolloutClient
 from shared_contracts.errors import ContractError, RunError
 
 _LOG = logging.getLogger(__name__)

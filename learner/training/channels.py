@@ -1,28 +1,37 @@
-"""Samples to segments in both channels, and the forward of a pack of them.
+"""Samples to segments in both channels; the channel of a step, and the loss of a pack.
 
     A  Sample -> build_ground_truth_target -> Segment                                   (CHA-01)
     B  Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment     (CHB-01)
 
 Generation is never packed. Answers are not repaired. All unmatched ground truths are appended.
+`learner.objectives` names the recipe of each `custom.trainer_variant`. `Recipe` has them
+all: channels A and B by `b_ratio`, A with self-context (CHA-01); channel B alone (RES-02); and
+groups of answers in channel B (GROUP-01).
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from learner.config.schema import Config
+from learner.models.flops import Arithmetic
+from learner.models.load import LoadedModel
 from learner.models.packed_forward import StartModel, packed_forward
 from learner.models.packs import Pack, Segment, make_segment
 from learner.models.prompts import EncodedPrompt, PromptEncoder
 from learner.models.self_context import SelfContext
+from learner.objectives import VARIANTS
 from learner.objectives.logit_stats import ForwardStats, Reader
+from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.rollout.answers import check_prompt_ids
-from learner.stages.formats import AnswerFormat
+from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.rewards import token_advantages
+from learner.stages.schedule import channel_for_step
 from learner.stages.targets import (
     TargetUnreadable,
     build_ground_truth_target,
@@ -30,7 +39,7 @@ from learner.stages.targets import (
     run_stages,
 )
 from learner.stages.tokens import Tokenizer
-from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample
+from learner.types import AssessedRollout, Channel, FieldOrder, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 
 _TEACHER_FORCED = SelfContext()
@@ -129,3 +138,61 @@ class ChannelB:
         start_nll = None if self._start is None else self._start.forward(pack, reader.kept)
         stats = packed_forward(model, pack, reader.anchor)
         return ForwardStats(stats, stats, start_nll)
+
+
+class Recipe:
+    """Both channels of a run, the channel of each step, and the loss of a pack.
+
+    A run without channel A still uses its segments for replays (DDP-02).
+    """
+
+    def __init__(
+        self, config: Config, channel_a: ChannelA, channel_b: ChannelB, objective: Pipeline
+    ) -> None:
+        self.config = config
+        self.channel_a = channel_a
+        self.channel_b = channel_b
+        self.objective = objective
+        self._arithmetic: Arithmetic | None = None
+
+    def channel(self, step: int) -> Channel:
+        """Return the channel of step `step`, counted from 0 (STEP-01)."""
+        return channel_for_step(step, self.config.b_ratio)
+
+    def loss(
+        self, model: nn.Module, pack: Pack, channel: Channel, answer_tokens: float | None = None
+    ) -> PackLoss:
+        """Return the loss of one pack, of all its forwards. answer_tokens: as in `Totals`."""
+        selection = self.objective.select(pack.supervision, channel)
+        if answer_tokens is not None:
+            selection = selection.over(answer_tokens)
+        own = self.channel_a if channel == "A" else self.channel_b
+        stats = own.forward_stats(model, pack, self.objective.reader(selection))
+        return self.objective(stats, selection, channel)
+
+    def flops(self, model: nn.Module, pack: Pack, channel: Channel) -> float:
+        """Return the FLOPs of all forwards and backwards of a pack."""
+        if self._arithmetic is None:
+            self._arithmetic = Arithmetic.of(model, self.channel_a.encoding.inner.config)
+        rows = self.objective.select(pack.supervision, channel).head_rows
+        forward, both = self._arithmetic.of_pack(pack, rows)
+        context = self.channel_a.context if channel == "A" else SelfContext()
+        recorded = context.recorded
+        return recorded * both + (context.iterations - recorded) * forward
+
+
+def recipe_of(config: Config, loaded: LoadedModel, start: StartModel | None = None) -> Recipe:
+    """Build the recipe of `custom.trainer_variant`. start: of a run that `needs_start`."""
+    kind: type[Recipe] = resolve_name(VARIANTS[config.custom.trainer_variant].recipe)
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    fields, answers = config.custom.object_field_order, answer_format(config)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
+    context, own = SelfContext(), config.stage2_ab
+    if own is not None:
+        context = SelfContext(own.n_softctx_iter, own.coord_ctx_embed_mode, own.softctx_grad_mode)
+    return kind(
+        config,
+        ChannelA(encoding, context),
+        ChannelB(encoding, config, start),
+        Pipeline(config.pipeline, loaded.vocab.ids),
+    )

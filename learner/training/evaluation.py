@@ -14,8 +14,8 @@ from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model, prepared, read_model
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement
+from learner.rollout.distribution import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout.policy import Policy, request_settings
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import over_processes
 from learner.training.backends import open_backend
 from learner.training.run_log import software

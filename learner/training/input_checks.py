@@ -28,7 +28,6 @@ from learner.runs.checkpoint import BEGINNING, Start, find_start, require_run_fo
 from learner.runs.hub import require_hub_access
 from learner.stages.formats import answer_format
 from learner.training.checkpoint_checks import check_model, check_target_modules
-from learner.training.checks import Check, require
 from learner.types import Sample
 from shared_contracts.checkpoints import weight_files
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
@@ -39,6 +38,37 @@ if TYPE_CHECKING:
     from learner.rollout.client import RolloutClient
     from shared_contracts.infer import RolloutEnvelope
     from shared_contracts.server_info import Info
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One start-up check.
+
+    run: returns one line about what holds. Raises ContractError for what stops a run, `Caution`
+    for what a run only reports, and `Waiting` if an earlier check did not pass.
+    """
+
+    name: str
+    run: Callable[[], str]
+
+
+class Caution(ContractErrors):
+    """Problems that do not stop a run."""
+
+
+class Waiting(Exception):
+    """A check cannot run; the message names the earlier check that did not pass."""
+
+
+def require(result: T | None, check: str) -> T:
+    """Return the result of an earlier check; raises `Waiting` if there is none."""
+    if result is None:
+        raise Waiting(f"waits for {check}")
+    return result
 
 
 @dataclass(frozen=True)

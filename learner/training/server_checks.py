@@ -18,8 +18,15 @@ from learner.data.jsonl import build_request
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs_push
 from learner.rollout.distribution import rank_chunk_size
 from learner.training.checkpoint_checks import longest_prompt
-from learner.training.checks import Caution, Check, T, Waiting, require
-from learner.training.input_checks import StartUp, learner_processes
+from learner.training.input_checks import (
+    Caution,
+    Check,
+    StartUp,
+    T,
+    Waiting,
+    learner_processes,
+    require,
+)
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors, ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest

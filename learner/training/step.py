@@ -33,7 +33,7 @@ from learner.objectives.mismatch import ALL, TOKEN_KINDS, Mismatch
 from learner.rollout.policy import Policy
 from learner.runs.metrics import PhaseClock, StepReport, mismatch_payload, over_processes
 from learner.stages.packing import Chunk, forwards_due
-from learner.training.recipes import Recipe
+from learner.training.channels import Recipe
 from learner.training.synchronous_rollouts import (
     LogRollouts,
     PackFeed,

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from learner.config.schema import Config
 from learner.models.packs import Pack, Segment, make_pack
+from learner.rollout.distribution import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import Payload, PhaseClock, rollout_payload
 from learner.stages.packing import Chunk, StepPacker
 from learner.training.channels import ChannelB

@@ -53,9 +53,9 @@ from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.backends import open_backend
+from learner.training.channels import recipe_of
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import RunInputs, generates
-from learner.training.recipes import recipe_of
 from learner.training.run_log import (
     CallLog,
     JsonlLog,

@@ -26,7 +26,7 @@ from learner.models.load import LoadedModel, load_model, prepared
 from learner.models.packed_forward import check_packing
 from learner.models.packs import Pack
 from learner.operate.step_cost import longest_pack, meta_model, step_costs
-from learner.training.recipes import Recipe, recipe_of
+from learner.training.channels import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from tests.unit.full_size_models import make_full_size, make_samples

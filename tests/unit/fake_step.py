@@ -35,7 +35,7 @@ from learner.models.layers import separate_segments, use_product
 from learner.models.load import LoadedModel, compute_in, sharded_policy
 from learner.models.packs import IMAGE, Pack
 from learner.operate.step_cost import longest_pack, meta_model, ring_bytes
-from learner.training.recipes import Recipe, recipe_of
+from learner.training.channels import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
 from tests.unit.tensor_shapes import as_on_cuda

@@ -9,8 +9,7 @@ from typing import Any
 
 from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
-from learner.rollout.client import RolloutClient
-from learner.rollout.clock import Clock
+from learner.rollout.client import Clock, RolloutClient
 from learner.rollout.server_pool import ServerPool
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError

@@ -20,13 +20,17 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
+from learner.rollout.distribution import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy, request_settings
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.stages.schedule import channel_for_step
-from learner.training.asynchronous_rollouts import AsyncSource
-from learner.training.rollout_buffer import BufferClosed, ReadyBatch, RolloutBuffer
+from learner.training.asynchronous_rollouts import (
+    AsyncSource,
+    BufferClosed,
+    ReadyBatch,
+    RolloutBuffer,
+)
 from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample

@@ -31,8 +31,7 @@ from learner.operate.doctor import (
     run_check,
 )
 from learner.rollout.client import RolloutClient
-from learner.training.checks import Caution, Check
-from learner.training.input_checks import StartUp, input_checks
+from learner.training.input_checks import Caution, Check, StartUp, input_checks
 from shared_contracts.errors import RunError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse

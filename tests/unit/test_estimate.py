@@ -27,9 +27,9 @@ from learner.operate.step_cost import (
     meta_model,
     step_costs,
 )
+from learner.training.channels import recipe_of
 from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
 from learner.training.input_checks import read_inputs
-from learner.training.recipes import recipe_of
 from learner.training.step import StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample

@@ -18,11 +18,10 @@ from learner.data.toy import ToyData
 from learner.models.packs import Pack, Segment
 from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats, Reader
+from learner.rollout.distribution import request_seed, rollout_seed_base
 from learner.rollout.policy import Policy, request_settings
-from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
-from learner.training.channels import ChannelB, Encoding
-from learner.training.recipes import Recipe
+from learner.training.channels import ChannelB, Encoding, Recipe
 from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.train import order_of

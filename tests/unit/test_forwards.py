@@ -24,7 +24,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import Payload, PhaseClock
 from learner.stages.packing import Chunk
-from learner.training.recipes import Recipe
+from learner.training.channels import Recipe
 from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed, RolloutSource
 from learner.types import Channel, RolloutOutput, Sample

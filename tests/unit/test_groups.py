@@ -24,13 +24,13 @@ from learner.models.load import LoadedModel, load_model
 from learner.models.packed_forward import StartModel
 from learner.models.packs import Segment, make_pack
 from learner.models.prompts import PromptEncoder
+from learner.rollout.distribution import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout.policy import Policy, request_settings
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import StepReport
 from learner.stages.matching import match_objects
 from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
-from learner.training.recipes import recipe_of
+from learner.training.channels import recipe_of
 from learner.training.step import StepRunner
 from learner.types import (
     NEG_CATEGORIES,

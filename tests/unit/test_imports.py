@@ -13,7 +13,6 @@ WITHOUT_TORCH = [
     "learner.config",
     "learner.types",
     "learner.rollout.distribution",
-    "learner.rollout.seeds",
     "learner.stages.formats.coord_json",
     "learner.stages.matching",
     "learner.stages.packing",

@@ -18,8 +18,7 @@ from torch.distributed import HashStore
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
-from learner.rollout.client import RolloutClient
-from learner.rollout.clock import Clock
+from learner.rollout.client import Clock, RolloutClient
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Policy, RequestSettings
 from learner.rollout.server_pool import ServerPool

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from learner.config.registry import ANSWER_FORMATS, load_registered
-from learner.rollout.repeat_processor import HfRepeatProcessor
+from learner.rollout.hf import HfRepeatProcessor
 from learner.stages.tokens import encode_answer
 from rollout_server.engines import vllm as vllm_room
 from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_environment

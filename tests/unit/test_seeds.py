@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.rollout.distribution import rank_seed_base, request_seed, rollout_seed_base
 
 BASES = st.integers(0, 2**31 - 1)
 

@@ -14,8 +14,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
-from learner.training.checks import Caution, Waiting
-from learner.training.input_checks import StartUp, check_inputs
+from learner.training.input_checks import Caution, StartUp, Waiting, check_inputs
 from learner.training.server_checks import check_group_port, describe_server, reach_servers
 from shared_contracts.errors import ContractError, ContractErrors, Problem
 from tests.unit.scripted_server import (

@@ -22,8 +22,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings
 from learner.runs.metrics import StepReport
 from learner.stages.packing import plan_packs
-from learner.training.channels import ChannelA, ChannelB, Encoding
-from learner.training.recipes import Recipe
+from learner.training.channels import ChannelA, ChannelB, Encoding, Recipe
 from learner.training.step import StepRunner
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest

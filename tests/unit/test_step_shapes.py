@@ -15,7 +15,7 @@ from learner.models.load import LoadedModel
 from learner.models.packs import Pack, make_pack
 from learner.operate.step_cost import longest_pack
 from learner.stages.formats.coord_json import serialize_objects
-from learner.training.recipes import Recipe, recipe_of
+from learner.training.channels import Recipe, recipe_of
 from learner.types import Channel, Sample
 from tests.unit.fake_step import FakeStep, fake_steps, step_model
 from tests.unit.full_size_models import (

@@ -9,9 +9,13 @@ import pytest
 
 from learner.config import parse_config
 from learner.models.packs import Segment
-from learner.rollout.distribution import CHUNKS_AHEAD
+from learner.rollout.distribution import (
+    CHUNKS_AHEAD,
+    rank_seed_base,
+    request_seed,
+    rollout_seed_base,
+)
 from learner.rollout.policy import Policy, RequestSettings
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.channels import ChannelB
 from learner.training.synchronous_rollouts import RolloutSource

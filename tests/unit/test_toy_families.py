@@ -19,7 +19,7 @@ from learner.models.packed_forward import check_packing
 from learner.models.packs import make_pack
 from learner.models.toy import ToyFamily, make_model
 from learner.operate.step_cost import longest_pack, step_costs
-from learner.training.recipes import recipe_of
+from learner.training.channels import recipe_of
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_steps, step_model

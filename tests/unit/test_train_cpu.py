@@ -20,7 +20,7 @@ from learner.data.toy import ToyData, make_data
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import load_model
 from learner.models.toy import make_model
-from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.rollout.distribution import request_seed, rollout_seed_base
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
 from learner.training.trainer import build_optimizer
