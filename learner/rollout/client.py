@@ -84,7 +84,7 @@ _BASE_URL = "rollout_matching.vllm.server.servers[].base_url"
 
 
 class Clock:
-    """The clock of all waits for servers: `clock()` is the time in seconds, `clock.sleep` a pause."""
+    """The clock of all waits for servers: `clock()` is the time in seconds; `sleep` pauses."""
 
     def __call__(self) -> float:
         return time.monotonic()
