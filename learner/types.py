@@ -2,10 +2,6 @@
 
     Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment -> Pack
 
-An answer has four types: the `RolloutOutput` of a backend; the `AssessedRollout` with the results
-of all stages; the `Segment` that is packed; and the `LoggedAnswer` of the log
-(`learner.runs.rollout_log`), which a replay turns into a `RolloutOutput` again.
-
 A worked example, two ground truths and one prediction that matches the first:
 
     Sample         image of a cat and a dog            objects = (cat, dog)
@@ -77,10 +73,7 @@ def normalized(desc: str) -> str:
 
 @dataclass(frozen=True)
 class GroundTruthObject:
-    """One annotated object. `shape` of kind bbox_2d is (x1, y1, x2, y2).
-
-    desc: in NFC where it was read from a data file.
-    """
+    """`shape` of kind bbox_2d is (x1, y1, x2, y2); `desc` from a data file is in NFC."""
 
     desc: str
     shape: Shape
@@ -88,11 +81,7 @@ class GroundTruthObject:
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of the data file.
-
-    sample_id: `file:line`, as errors and logs name it.
-    images: absolute paths.
-    """
+    """One line of the data file; `sample_id`: `file:line`; `images`: absolute paths."""
 
     sample_id: str
     images: tuple[Path, ...]
@@ -316,17 +305,15 @@ class AssessedRollout(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer ends before its outermost object is closed."""
         unopened = self.parsed.invalid_rollout and self.rollout.finish_reason == "length"
         return self.parsed.truncated or unopened
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a segment of a step.
+    """A segment of a step: its tokens, the number of its pack, and the position there, from 0.
 
-    length: its tokens. pack: number of its pack, from 0, in the order of their making.
-    position: in the pack, from 0. come: segments of the step that had arrived by then.
+    come: segments of the step that had arrived when the pack was made.
     """
 
     length: int

@@ -7,7 +7,7 @@ has its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,8 +167,10 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
         with loading(where, str(adapter), _WHOLE):
             model = get_peft_model(model, PeftConfig.from_pretrained(str(adapter)))
             weights = load_peft_weights(str(adapter), device="cpu")
-        if lacking := lacking_in_adapter(model, weights):
-            found = f"the adapter in {adapter} {lacking}"
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        if lacking := sorted(own.keys() - weights.keys()):
+            count = counted(len(lacking), "parameter")
+            found = f"the adapter in {adapter} lacks {count}, first {lacking[0]}"
             raise ContractError(where, found, "Copy or save the whole adapter again")
         whole: Any = model.get_base_model()
         ends = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -177,13 +179,6 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
             do = "Give an adapter without them: merged, it would change both"
             raise ContractError(where, found, do)
         model = model.unload()
-
-
-def lacking_in_adapter(model: Any, weights: Mapping[str, Tensor]) -> str:
-    """Return which parameters of a model's adapter are not in `weights`; "" if none."""
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    lacking = sorted(own.keys() - weights.keys())
-    return f"lacks {counted(len(lacking), 'parameter')}, first {lacking[0]}" if lacking else ""
 
 
 def read_model(

@@ -1,7 +1,6 @@
-"""The registry of objectives (section 10 of the contract).
+"""The registries of objectives (section 10 of the contract) and of trainer variants.
 
-An objective is one file with its config, its terms and its metrics, and one line here. The types
-of the config and the declared metrics follow from these lists. Imports no torch.
+The types of the config and the declared metrics follow from them. Imports no torch.
 """
 
 from typing import NamedTuple
@@ -27,7 +26,9 @@ DIAGNOSTICS: list[type[Diagnostic]] = [
 
 
 class Variant(NamedTuple):
-    """recipe: class of its training recipe, imported when a run starts.
+    """A value of `custom.trainer_variant`.
+
+    recipe: class of its training recipe, imported when a run starts.
 
     meaning: a line for the reference. polygons: whether they are trained and predicted beside boxes
     (RES-02).

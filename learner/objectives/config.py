@@ -20,7 +20,7 @@ from shared_contracts.strict_model import Refusal, StrictModel, refuse_all
 
 
 def _one_of(modules: Sequence[type[ModuleEntry]]) -> Any:
-    """Return the type of an entry, which its `name` selects."""
+    """The type of an entry, which its `name` selects."""
     if len(modules) == 1:
         return modules[0]
     return Annotated[reduce(or_, modules), Field(discriminator="name")]

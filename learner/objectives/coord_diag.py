@@ -43,7 +43,6 @@ class CoordDiagModule(Diagnostic):
     }
 
     def sums(self, stats: LogitStats, selection: Selection, temperature: float) -> dict[str, float]:
-        """Sum each metric over the slots of one pack."""
         import torch
 
         from learner.objectives.numerics import coord_log_probs, coord_mass

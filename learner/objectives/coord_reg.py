@@ -78,7 +78,6 @@ class CoordRegModule(Objective):
             )
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
-        """Yield means over slots, then the mean of `text_gate` over text tokens."""
         from learner.objectives.numerics import coord_gate, coord_log_probs, text_gate
 
         config, totals, final = self.config, selection.totals, stats.final

@@ -122,10 +122,7 @@ class Selection:
 
 
 def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
-    """Return the supervised tokens of a row.
-
-    weights: (L,) of text tokens; 0: not supervised. departures: (U, 2), some of the row's.
-    """
+    """weights: (L,) of text tokens; 0: not supervised. departures: (U, 2), some of the row's."""
     positions = weights.nonzero().squeeze(1)
     text_weights, roles = weights[positions], row.roles[positions]
     return Selection(
@@ -320,7 +317,6 @@ class Reader:
 
 
 def _head_rows(given: HeadInput) -> int:
-    """Return the rows of a chunk."""
     return max(1, HEAD_ELEMENTS // given.vocabulary)
 
 

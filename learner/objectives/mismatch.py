@@ -1,6 +1,5 @@
 """Differences of the engine's and the trainer's log-probabilities of answer tokens (LOGP-01).
 
-With `rollout_matching.logprobs` the engine reports the log-probability of each token of an answer.
 The teacher-forced forward has the tokens that the target keeps in the same contexts. Both sides use
 the model's own logits, at temperature 1. Rounding, other kernels or other weights cause
 differences.

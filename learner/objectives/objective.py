@@ -70,7 +70,6 @@ class ModuleEntry(StrictModel):
         return channels
 
     def counts_in(self, channel: Channel) -> bool:
-        """Return whether the module runs in the channel with a weight above 0."""
         return self.enabled and self.weight > 0 and channel in self.channels
 
 
@@ -87,7 +86,6 @@ class Objective(ModuleEntry):
 
     @classmethod
     def reads(cls, family: Family) -> bool:
-        """Return whether it has a term of this input."""
         return family in cls.metrics
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:

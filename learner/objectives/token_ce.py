@@ -60,7 +60,7 @@ class TokenCEModule(Objective):
         return self.learns_from_last
 
     def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
-        """Return weights by role (LOSS-01). In channel A all objects have the appended roles."""
+        """In channel A all objects have the appended roles."""
         import torch
 
         config = self.config

@@ -155,7 +155,6 @@ def departures(
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the number of leading items that are equal."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -1,10 +1,5 @@
 """Pairs of predictions and ground truths (MATCH-01, MATCH-02).
 
-candidates   per prediction, the nearest ground truths
-mask IoU     of each candidate pair, on a small canvas in norm1000 space
-gate         pairs below it are not possible
-assignment   Hungarian, with dummies for objects without a partner
-
 A mask is pycocotools' polygon of the shape on R x R pixels, the coordinates clamped to 0..999
 and scaled by s = (R - 1) / 999. It never covers the last row and column. The mask of a shape
 too thin for a pixel (for example a degenerate box) is empty. An empty mask has IoU 0 with every
@@ -55,11 +50,7 @@ IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Shapes:
-    """N shapes, with arrays over all of them.
-
-    boxes: (N, 4) of x1, y1, x2, y2, the bounding boxes in 0..999, sorted: x1 <= x2 and y1 <= y2.
-    are_polygons: (N,)
-    """
+    """boxes: (N, 4) of x1 <= x2 and y1 <= y2, the bounding boxes in 0..999. are_polygons: (N,)."""
 
     shapes: Sequence[PlainShape]
     boxes: FloatArray
@@ -80,7 +71,8 @@ def match_objects(
 ) -> MatchResult:
     """Match P predictions to G ground truths; pairs come in order of the predictions.
 
-    predicted, ground_truth: shapes, or objects that have one.
+    Each prediction has its nearest ground truths as candidates, compared by their mask IoU. Pairs
+    below the gate are not possible.
     """
     shapes, truths = _shapes(predicted), _shapes(ground_truth)
     near = candidates(shapes.boxes, truths.boxes, config.candidate_top_k)
@@ -263,18 +255,15 @@ def _rasterize(shapes: Sequence[PlainShape], resolution: int) -> list[Any]:
 
 
 def _corners(box: Sequence[int]) -> tuple[int, ...]:
-    """Return the outline of a box."""
     x1, y1, x2, y2 = box
     return (x1, y1, x2, y1, x2, y2, x1, y2)
 
 
 def _scale(resolution: int) -> float:
-    """Return the pixels per bin."""
     return (resolution - 1) / (COORD_BINS - 1)
 
 
 def _extent(coords: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the bounding box of a polygon."""
     assert len(coords) >= 6, f"a polygon has 3 or more points, not {len(coords) // 2}"
     assert len(coords) % 2 == 0, f"{len(coords)} values are no points"
     xs, ys = coords[::2], coords[1::2]

@@ -107,7 +107,6 @@ class StepPacker(Generic[S, P]):
         return [len(segment) for _, segment in self._waiting]
 
     def _take(self, plan: Sequence[Sequence[int]]) -> list[list[tuple[int, S]]]:
-        """Return the packs of places in `_waiting`, and remove their segments."""
         packs = [[self._waiting[place] for place in pack] for pack in plan]
         taken = set(chain.from_iterable(plan))
         self._waiting = [each for i, each in enumerate(self._waiting) if i not in taken]
@@ -115,11 +114,11 @@ class StepPacker(Generic[S, P]):
 
     @property
     def places(self) -> list[Place]:
-        """The places of all segments, in the order of arrival; for use after the last chunk."""
+        """The places of all segments, in the order of arrival, after the last chunk (MET-03)."""
         return [self._places[number] for number in range(self._come)]
 
     def payload(self) -> Payload:
-        """Return the metrics of all packs so far."""
+        """The metrics of all packs so far (PACK-05)."""
         payload = Payload()
         tokens = sum(place.length for place in self._places.values())
         room = self._packs * self._capacity
@@ -169,12 +168,11 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _rank(pack: Sequence[int]) -> tuple[int, int]:
-    """Return a sort key: fuller packs first, then packs of fewer segments."""
     return -sum(pack), len(pack)
 
 
 def _first_come(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Return, in insertion order, the length of each segment that still fits (FIFO-greedy)."""
+    """FIFO-greedy: in insertion order, the length of each segment that still fits."""
     taken = []
     for length in lengths:
         if length <= capacity:

@@ -1,8 +1,5 @@
 """Rewards of answers, and their advantages within a group (GROUP-01).
 
-    with_rewards()       AssessedRollouts of each sample -> rewards -> advantages
-    token_advantages()   the advantages of an answer's tokens
-
 The F1@mIoU is that of evaluations, for one answer: a hit needs the same description, and
 predictions that LVIS's lists leave open are not judged. An answer without objects to an image
 without objects has 1.
@@ -122,6 +119,5 @@ def _rewards(
 
 
 def _image_share(box: Shape) -> float:
-    """Return the share of the image that a box covers."""
     x1, y1, x2, y2 = (decode_bin(k) for k in box.coords)
     return (x2 - x1) * (y2 - y1)

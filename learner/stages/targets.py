@@ -1,7 +1,5 @@
 """`Y_train`: the target of one sample, and the role of each of its tokens.
 
-`run_stages` runs the stages: RolloutOutput -> ParsedRollout -> MatchResult -> Target.
-
     rollout   {"object_1": {cat}, "object_2": {ghost}}      ground truth: cat, dog
     prefix    {"object_1": {cat}, "object_2": {ghost}       ids taken over as they are
     append                                           , "object_3": {dog}}
@@ -192,7 +190,6 @@ def _supervise(
 
 
 def _read_entries(target: ReadBack, groups: list[CoordGroup | None]) -> list[_Entry]:
-    """Return the entries of a target, as the strict parser reads it."""
     again = target.parsed
     unreadable = TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
     if len(again.entry_ends) != len(groups):

@@ -1,10 +1,4 @@
-"""The interface between the pure stages and a tokenizer.
-
-Tokenizer     the protocol; a fast tokenizer of transformers implements it
-CoordVocab    the ids of the coordinate tokens, and of those that end an answer
-TokenTable    the vocabulary and the text of each id, one table for each tokenizer
-TokenText     the text of some tokens, with the token of each character
-"""
+"""Coordinate tokens, and the interface between the pure stages and a tokenizer."""
 
 import re
 from bisect import bisect_right
@@ -30,7 +24,10 @@ MAX_TOKEN_ID = 2**32 - 1
 
 
 def encode_bin(c: float) -> int:
-    """Return the bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
+    """Return the bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)` (DATA-02).
+
+    Bin 0 is the left or top edge of the image, bin 999 the right or bottom edge.
+    """
     return round((COORD_BINS - 1) * min(max(c, 0.0), 1.0))
 
 
@@ -40,12 +37,11 @@ def decode_bin(k: int) -> float:
 
 
 def coord_token(k: int) -> str:
-    """Return the text of the coordinate token of bin `k`."""
     return f"<|coord_{k}|>"
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the pure stages use.
+    """The part of a tokenizer that the pure stages use; fast ones of transformers implement it.
 
     `decode` gives a str and `convert_tokens_to_ids` an int (or None for no such token);
     the types are open because transformers declares unions with lists.
@@ -58,21 +54,17 @@ class Tokenizer(Protocol):
         *,
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
-    ) -> Any:
-        """Return the text of the ids."""
+    ) -> Any: ...
 
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of the text."""
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
 
-    def convert_tokens_to_ids(self, tokens: str, /) -> Any:
-        """Return the id of one token."""
+    def convert_tokens_to_ids(self, tokens: str, /) -> Any: ...
 
     def convert_ids_to_tokens(self, ids: int, /) -> Any:
         """Return the token of one id; a byte-level tokenizer writes each byte as one character."""
 
 
 def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Return the text of the ids, without skipping or cleaning up."""
     text: str = tokenizer.decode(
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -90,7 +82,6 @@ def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def split_newlines(text: str) -> list[str]:
-    """Return the parts of a text that `encode_answer` encodes separately."""
     return re.findall(r"\n|[^\n]+", text)
 
 
@@ -130,7 +121,7 @@ class CoordVocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "CoordVocab":
-        """Return the vocabulary of a tokenizer; raises `ContractError` if a token is missing."""
+        """Raises `ContractError` if a token is missing."""
         end_id = _single_id(tokenizer, IM_END)
         ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
         seen = [_find_id(tokenizer, token) for token in PLACEHOLDERS]
@@ -138,7 +129,6 @@ class CoordVocab:
         return cls(ids, end_id, end_ids, {token_id: k for k, token_id in enumerate(ids)})
 
     def coords_of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the positions of the coordinate tokens, in order."""
         return list(compress(range(len(token_ids)), map(self.bins.__contains__, token_ids)))
 
 

@@ -4,10 +4,6 @@ Each point of the prediction is sent to the mean of the ground-truth points, wei
 row of the Sinkhorn plan between the two sets (barycentric projection; Cuturi 2013, and Peyre
 and Cuturi, Computational Optimal Transport, 2019, sections 4.2 and 4.4).
 
-    projected_bins         pairs of shapes      -> one target per coordinate token
-    sinkhorn_barycentric   two sets of points   -> one target point per predicted point
-    transport_shares       pairs of point sets  -> their plans, rows scaled to 1
-
 Pairs of about equal sizes are computed together, as one array of (P, G, pairs). A set is filled up
 to a multiple of `_SIZE_STEP` points with copies of its last point. Such a copy has a potential of
 -inf, which is a marginal of 0, so it takes no part in the plan.
@@ -62,7 +58,6 @@ def projected_bins(
 
 
 def _shape_points(shape: Shape) -> FloatArray:
-    """Return x and y of each point of the shape, (N, 2)."""
     coords = np.array(shape.coords, dtype=np.float64)
     return coords[_BOX_CORNERS] if shape.kind == "bbox_2d" else coords.reshape(-1, 2)
 

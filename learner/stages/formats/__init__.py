@@ -106,7 +106,6 @@ class Answer(NamedTuple):
         return joined
 
     def is_followed_by_eos(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the EOS follows the answer in `token_ids`."""
         return list(token_ids[len(self.ids) : len(self.ids) + 1]) == [self.vocab.end_id]
 
 
@@ -196,10 +195,7 @@ class AnswerFormat:
     opening: ClassVar[str]
     forbidden: ClassVar[str] = ""
 
-    # ---- what a format defines -------------------------------------------------------
-
     def scan(self, answer: Answer) -> Scan:
-        """Find the entries of an answer."""
         raise NotImplementedError
 
     def judge(
@@ -244,10 +240,8 @@ class AnswerFormat:
         return sum(entry.end < len(prefix_text) for entry in entries)
 
     def removals(self, scan: Scan, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
-        """Return the edits that leave only some entries of a prefix."""
+        """Return the edits that leave only the entries `kept` of a prefix."""
         return removals([(entry.start, entry.end + 1) for entry in scan.entries], kept)
-
-    # ---- what all formats do ---------------------------------------------------------
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
@@ -288,7 +282,6 @@ class AnswerFormat:
         return self.opening + self.append(self.opening, objects, 1, field_order)
 
     def _assess(self, scan: Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
-        """Judge the entries of a scanned answer."""
         text, read = answer.tokens.text, scan
         cut = _cut(scan, answer)
         if cut is None and scan.open_at is not None:  # no ids spell its opening
@@ -381,12 +374,10 @@ def entry_spans(tokens: TokenText, ends: Iterable[int]) -> list[tuple[int, int]]
 
 
 def object_key(index: int) -> str:
-    """Return the name of the object with number `index`, as in logs."""
     return f"object_{index}"
 
 
 def answer_format(config: Config) -> AnswerFormat:
-    """Return the answer format of a run."""
     found: AnswerFormat = load_registered(ANSWER_FORMATS, config.custom.answer_format)
     return found
 

@@ -36,8 +36,6 @@ _BRACKETS = re.compile(r"^[ \t,]*[{}\[\]][ \t,{}\[\]]*\.?$", re.MULTILINE)
 
 
 class Compact(AnswerFormat):
-    """The format, as `learner.stages.formats` describes it."""
-
     opening = ""
     forbidden = "\n"
 

@@ -5,10 +5,9 @@
 The strict parser (PARSE-01 to 07) returns the objects of an answer and the place of its cut.
 `append` is the one serializer of both channels (APPEND-01).
 
-The parser makes one pass over the ids: each id is decoded alone, the scanner reads the text, and
-each entry of the outermost object is assessed separately. A coordinate is recognized by its id,
-never by its text. Nothing is repaired. An entry that breaks a rule is dropped with the first reason
-that applies (PARSE-04), the others stay.
+Each id is decoded alone, and each entry of the outermost object is assessed separately. A
+coordinate is recognized by its id, never by its text. Nothing is repaired. An entry that breaks a
+rule is dropped with the first reason that applies (PARSE-04), the others stay.
 
     ids      {" object _1 ": {" desc ": " cat ", ... ]}}          }} is one token
     cut                                              ^ after the first } of it
@@ -48,8 +47,6 @@ _COUNTED_KEY = re.compile(rf'"object_([0-9]{{1,{MAX_DIGITS - 1}}})"[{WHITE_SPACE
 
 
 class CoordJson(JsonFormat):
-    """The format, as `learner.stages.formats` describes it."""
-
     is_list = False
     opening = "{"
 

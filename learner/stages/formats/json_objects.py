@@ -1,6 +1,25 @@
-"""What answer formats in JSON share: judging and writing an object. `json_scanner` finds it.
+"""What answer formats in JSON share: finding, judging and writing an object.
 
 {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
+
+An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}`, or the list in one,
+`{"objects": [{...}, {...}]}`. `JsonScanner` reads its text once, from lexeme to lexeme: a string, a
+brace, a bracket, a comma, a colon, or a run of other characters.
+
+    {"object_1": {"desc": "cat", ...}, "object_2": {...}}
+    ^            ^                  ^                   ^
+    open_at      value_start        end          close_at
+
+An entry begins behind the entry before it, and ends with the last character of its own value. So
+the comma, the key and any garbage between two values belong to the later entry.
+
+    {"objects": [{"desc": "cat", ...}, {...}]}
+                ^^                   ^       ^
+          open_at value_start        end     close_at
+
+The entries of a list have no key, and begin with their value. Other text than the outermost brace
+behind the list, or a brace in the place of its closing bracket, is `unpaired` and an unfinished
+entry. The scanner stops there.
 """
 
 import json
@@ -65,10 +84,7 @@ _IN_OBJECT = re.compile(rf"{_STRING}|[{{}}\[\]]", re.DOTALL)
 
 
 class JsonFormat(AnswerFormat):
-    """The common part of the formats in JSON; a format is a subclass.
-
-    is_list: as in `JsonScanner`.
-    """
+    """is_list: as in `JsonScanner`."""
 
     is_list: ClassVar[bool]
 
@@ -277,7 +293,6 @@ def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] 
 
 
 def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
-    """Return the coordinate tokens of the value that are outside of its strings."""
     bare = []
     for i in inside:
         start = answer.coord_starts[i]

@@ -32,8 +32,6 @@ _NO_LIST = re.compile(r'\s*\{\s*"objects"\s*:')
 
 
 class ObjectsArray(JsonFormat):
-    """The format, as `learner.stages.formats` describes it."""
-
     is_list = True
     opening = HEAD
 
