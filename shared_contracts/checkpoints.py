@@ -38,7 +38,7 @@ def checkpoint_chain(folder: Path, where: str) -> list[Path]:
 
 
 def folder_with(folder: Path, name: str, where: str) -> Path:
-    """Return the first folder of `checkpoint_chain` with the file; `folder` if none has it."""
+    """Return the first folder of `checkpoint_chain` that has the file, else `folder`."""
     chain = checkpoint_chain(folder, where)
     return next((each for each in chain if (each / name).is_file()), folder)
 

@@ -19,7 +19,7 @@ connection of its call ends.
 
 The group. The learner is rank 0, the engine workers are ranks 1... The server opens a store at
 `host:port`, with the key `attempt_key(attempt)`. Over `PrefixStore(group_prefix(number), store)`
-each rank calls `shared_contracts.weights.meet` and joins a process group of torch; then all join
+each rank calls `meet` and joins a process group of torch; then all join
 an `allreduce` of one float32. `gloo` and `ipc` use a gloo group on the network device of the route
 to `host`; `nccl` uses an NCCL group. The number is 0, unless there are several `senders`.
 

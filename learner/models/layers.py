@@ -1,4 +1,4 @@
-"""Layers of a loaded model whose class is replaced, in place, by one with another forward."""
+"""Classes that replace those of layers in a loaded model. Each one has another forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -127,7 +127,7 @@ class _Separate(nn.Module):
         found: Tensor
         if cu_seq_lens_q is None:
             found = forward(hidden_states, **kwargs)
-        elif (
+        elif (  # transformers finds kernels for the convolution and the recurrence
             hidden_states.is_cuda
             and is_flash_linear_attention_available()
             and is_causal_conv1d_available()

@@ -107,6 +107,7 @@ def make_segment(
 
 
 def _types(prompt: EncodedPrompt, target: Target) -> Tensor:
+    """Return the `mm_token_types` of a segment, (L,); a target is text."""
     return pad(prompt.mm_token_types, (0, len(target.token_ids)))
 
 

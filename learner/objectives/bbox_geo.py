@@ -70,6 +70,7 @@ def expected_coords(coord_logits: Tensor) -> Tensor:
 
 
 def _canonical(boxes: Tensor) -> Tensor:
+    """Order corners by min/max and clamp to [0, 1]; (N, 4) -> (N, 4)."""
     import torch
 
     low = torch.minimum(boxes[:, :2], boxes[:, 2:])

@@ -262,6 +262,7 @@ class _CountedStep:
         return self.recorded * (both + again) + self.others * forward
 
     def moved(self) -> float:
+        """Return the memory traffic of memory-bound operations, in bytes."""
         factors = _LORA if self.lora else _ALL
         passes = self.recorded * (4 if self.again else 3) + self.others
         text = self.text.num_hidden_layers * len(self.pack) * _dot(self.layer, factors.moved)

@@ -58,6 +58,7 @@ def projected_bins(
 
 
 def _shape_points(shape: Shape) -> FloatArray:
+    """Return x and y of each point of the shape, (N, 2)."""
     coords = np.array(shape.coords, dtype=np.float64)
     return coords[_BOX_CORNERS] if shape.kind == "bbox_2d" else coords.reshape(-1, 2)
 

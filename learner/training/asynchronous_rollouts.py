@@ -225,7 +225,7 @@ class RolloutBuffer:
     def take_unanswered(self, step: int) -> int:
         """Return a batch without answers, for channel A in step `step`.
 
-        At the end of a run there may be none; then it is a batch whose answers are not used.
+        If none is left, takes one that is ready or being made; its answers are not used.
         """
         with self._changing():
             batch = self._claim()
