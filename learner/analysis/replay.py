@@ -1,10 +1,5 @@
 """Replay: steps of channel B, computed again from their log and compared with it (REPLAY-01).
 
-    RunFolder -> StepAnswer     the answers of all processes
-    rebuild                     ids -> parse -> match -> target, by the functions of training
-    first_difference            logged against rebuilt
-    replay                      all of it, for a terminal
-
 Requires the config and log of the run and the tokenizer of its model; no server, weights or images.
 """
 

@@ -1,9 +1,4 @@
-"""Reader and writers of COCO and LVIS files.
-
-read_coco    a published annotation file -> `Source`
-to_coco      samples -> boxes and polygons in pixels, for `pycocotools.coco.COCO`
-to_lvis      the same with the lists of LVIS
-"""
+"""Reader and writers of COCO and LVIS files."""
 
 import json
 import os

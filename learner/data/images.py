@@ -99,7 +99,6 @@ def image_problems(
 
 
 def open_upright(file: Path | io.BytesIO) -> Image.Image:
-    """Decode an image file; raises UnreadableImage."""
     with _opened(file) as image:
         return as_rgb(ImageOps.exif_transpose(image))
 

@@ -7,14 +7,8 @@
 `images` are paths, absolute or relative to the file. Coordinates are norm1000 bins: coordinate
 tokens, numbers, or numeric strings (both rounded). `objects` may be empty. `metadata` is optional;
 evaluations read its `CATEGORY_LISTS`. Unknown keys are errors. Descriptions become Unicode NFC
-(RES-20).
-
-    DataFile       the samples of a file, and problems of its lines
-    read_samples   the samples of a valid file
-    build_request  a sample as the conversation that both server and learner encode
-
-A newline ends a line; a carriage return before it and a byte-order mark at the start of the file
-are ignored.
+(RES-20). A newline ends a line; a carriage return before it and a byte-order mark at the start of
+the file are ignored.
 """
 
 import re

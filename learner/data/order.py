@@ -1,18 +1,11 @@
 """Samples of each optimizer step and of each process (STEP-02).
 
-    step k  ->  `batch` samples of the epoch's order  ->  a contiguous batch for each rank
-
-    BatchOrder              the order, a pure function of the seed
-    image_faults(samples)   faults that the headers of all images show, found before the run
-    BadSampleLog            `bad_samples.jsonl` of the run folder
-    ReplacedSamples         the training samples under `data.on_bad_sample: skip`
-
 An epoch has `samples // batch` steps; the remaining samples are not used in that epoch. A resumed
 run and a prefetch compute the same samples, as the order depends on the seed alone.
 
-With `stop`, the default, a bad image ends the run before it starts. With `skip`, a replacement
-sample takes the place of each bad one; batch size and all other places stay the same. The
-replacement depends only on the seed, the place, and the set of bad samples.
+With `data.on_bad_sample: stop`, the default, a bad image ends the run before it starts. With
+`skip`, a replacement sample takes the place of each bad one; batch size and all other places stay
+the same. The replacement depends only on the seed, the place, and the set of bad samples.
 """
 
 import json

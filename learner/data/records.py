@@ -1,12 +1,9 @@
 """Annotated images of another format, before their conversion to a data file.
 
-    read_coco, read_yolo, read_voc, read_conversations   -> `Source`
-    learner.data.conversion.convert                      -> lines of a data file
-
-Reader and conversion share one `Account`, which counts changes and omissions by rule. A file has
-one scale and one order of box numbers, stated or inferred from all boxes. Scales: fractions, bins
-(0 to 999), thousandths (0 to 1000) or pixels. Orders: two corners, or a corner with width and
-height.
+A reader returns a `Source`. Reader and conversion share one `Account`, which counts changes and
+omissions by rule. A file has one scale and one order of box numbers, stated or inferred from all
+boxes. Scales: fractions, bins (0 to 999), thousandths (0 to 1000) or pixels. Orders: two corners,
+or a corner with width and height.
 """
 
 import json

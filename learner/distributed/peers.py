@@ -1,10 +1,4 @@
-"""Results that the learner processes exchange beside gradients (DDP-01).
-
-    all_gather(work)              the results of all processes; raises in all if one failed
-    broadcast_from_rank0(...)     the result of process 0
-
-`learner.distributed.process_group` has `Peers` of several processes. Imports no torch.
-"""
+"""Results that the learner processes exchange beside gradients (DDP-01). Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +10,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The learner processes of a run; this class is a run of one process.
-
-    rank: of this process, from 0. count: number of processes.
-    """
+    """A run of one process; `learner.distributed.process_group` has several."""
 
     rank = 0
     count = 1
@@ -45,7 +36,6 @@ SINGLE_PROCESS = Peers()
 
 
 def broadcast_from_rank0(peers: Peers, work: Callable[[], T]) -> T:
-    """Run `work` in process 0 alone, and return its result in all processes."""
     results: Sequence[T | None] = peers.all_gather(lambda: work() if peers.rank == 0 else None)
     return results[0]  # type: ignore[return-value]  # process 0 has run `work`
 

@@ -56,10 +56,7 @@ class Timing:
 
 
 class GroupPeers(Peers):
-    """Several processes with a store and a gloo group, whose collectives have a time-out.
-
-    end: ends this process at once with an exit code.
-    """
+    """Several processes with a store and a gloo group. end: ends this process with an exit code."""
 
     def __init__(
         self,
@@ -116,8 +113,7 @@ class GroupPeers(Peers):
     def guarded(self) -> "Iterator[GroupPeers]":
         """Run the block as one of all processes; the first failure of the run ends them all.
 
-        Raises the failure of another process in place of its effects here, such as a broken
-        collective.
+        Raises the failure of another process in place of its effects here (a broken collective).
         """
         self._watcher.start()
         try:
@@ -128,7 +124,6 @@ class GroupPeers(Peers):
             self._leave()
 
     def _key(self, rank: int) -> str:
-        """Return the store's key for the result of a process in the newest round."""
         return f"round/{self._rounds}/{rank}"
 
     def _begin_round(self, own: str) -> Any:
@@ -161,7 +156,6 @@ class GroupPeers(Peers):
             raise RunError(f"{_BROKEN}{about}: {_first_line(error)}") from error
 
     def _late(self) -> str:
-        """Name the processes that are not in the newest round."""
         late = []
         with suppress(RuntimeError):  # process 0 died, with the store
             late = [str(r) for r in range(self.count) if not self._store.check([self._key(r)])]
@@ -229,9 +223,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def open_peers(processes: int) -> Iterator[Peers]:
-    """Join the other learner processes; an error of one of them ends all of them.
-
-    processes: their number, of torchrun's WORLD_SIZE.
+    """Join the other of `processes` learner processes; an error of one of them ends all of them.
 
     Raises ContractError if the environment lacks torchrun's variables.
     """

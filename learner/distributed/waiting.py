@@ -1,10 +1,7 @@
-"""Reports of long waits.
+"""Reports of long waits. Imports no torch.
 
-    reporting_waits(say)     around a program: reports each wait inside from time to time
-    waiting_for("a push")    around a block that may take long
-
-A line has the wait, its start and its state. Of nested waits in a thread, the innermost is
-reported. Imports no torch.
+reporting_waits(say)     around a program: reports each wait inside from time to time
+waiting_for("a push")    around a block that may take long; the innermost one is reported
 """
 
 import os

@@ -104,7 +104,12 @@ def examine(config: Config, *, push: bool = False) -> Iterator[CheckResult]:
         raise ContractError("rollout_matching.vllm.mode", found, do)
     disable_progress_bar()
     run, machine, findings = StartUp(config, patience_s=PATIENCE_S), Machine(), list[CheckResult]()
-    checks = [*input_checks(run), *weight_checks(run), *machine_checks(run, machine)]
+    checks = [
+        *input_checks(run),
+        Check("weights", lambda: _check_weights(run)),
+        Check("coordinate rows", lambda: _check_rows(run)),
+        *machine_checks(run, machine),
+    ]
     if push or (generates(config) and backend == "server"):
         checks += [*server_checks(run), *answer_checks(run, machine)]
     if push:
@@ -134,13 +139,6 @@ def _push(run: StartUp, findings: list[CheckResult]) -> str:
 
 def failed(findings: Sequence[CheckResult]) -> bool:
     return any(finding.status == "fail" for finding in findings)
-
-
-def weight_checks(run: StartUp) -> list[Check]:
-    return [
-        Check("weights", lambda: _check_weights(run)),
-        Check("coordinate rows", lambda: _check_rows(run)),
-    ]
 
 
 def _check_weights(run: StartUp) -> str:

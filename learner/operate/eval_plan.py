@@ -1,9 +1,4 @@
-"""The plan of `learner eval`, checked before a model is loaded (EVAL-01).
-
-    config, options -> EvaluationPlan
-
-Imports no torch.
-"""
+"""The plan of `learner eval`, checked before a model is loaded (EVAL-01). Imports no torch."""
 
 import os
 from dataclasses import dataclass

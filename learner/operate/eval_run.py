@@ -1,8 +1,4 @@
-"""An evaluation from a plan to a folder of artifacts (EVAL-01).
-
-run_evaluation()   load -> push -> infer -> parse, match -> score -> folder
-tables()           the results for a terminal
-"""
+"""An evaluation from a plan to a folder of artifacts (EVAL-01)."""
 
 import shutil
 import tempfile

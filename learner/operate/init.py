@@ -1,11 +1,5 @@
 """`learner init`: write a folder of training YAMLs for a checkpoint and a data file.
 
-    check_data()      checks every line and image as a run does
-    describe_expanded writes config and tokenizer with coordinate tokens, without weights
-    measure()         finds the longest sample, which determines lengths and steps
-    choose_shape()    finds the first shape that fits the GPU by `learner estimate`
-    expand_vocab      writes the weights; then the YAMLs follow and the folder is published
-
 A checkpoint whose coordinate tokens are new or look untrained gets a warm-up before its run.
 """
 

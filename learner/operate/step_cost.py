@@ -1,6 +1,4 @@
-"""The cost of a run's step on one learner GPU, in closed form.
-
-    config, samples -> segments -> packs -> the longest one -> StepCost of each channel
+"""The cost of a run's step on one learner GPU, in closed form, from its longest pack (FULL-05).
 
 The factors below were fitted to steps on fake tensors (`tests/unit/fake_step.py`); tests compare
 both. FLOPs come from `learner.models.flops`, as in `perf/mfu`.

@@ -19,9 +19,8 @@ _ENVELOPES: TypeAdapter[list[RolloutEnvelope]] = TypeAdapter(
 def parse_rollouts(body: bytes, call: InferCall) -> list[RolloutEnvelope]:
     """Return one envelope per request, in order.
 
-    Raises:
-        ValidationError: a field breaks the wire contract.
-        ValueError: the number of envelopes differs, or requested ids or logprobs are missing.
+    Raises ValueError if a field breaks the wire contract, if the number of envelopes differs, or if
+    requested ids or logprobs are missing.
     """
     envelopes, requests = _ENVELOPES.validate_json(body), call.infer_requests
     if len(envelopes) != len(requests):
@@ -59,9 +58,7 @@ def check_prompt_ids(
 ) -> None:
     """Compare all ids of the learner's encoding with all of the server's `prompt_token_ids`.
 
-    Raises:
-        ContractError: names both lengths, the first position that differs, and both decoded
-            tokens there; a side that has ended has no token.
+    Raises ContractError with both lengths, the first position that differs, and both tokens there.
     """
     for position, (mine, theirs) in enumerate(zip_longest(ours, server)):
         if mine != theirs:

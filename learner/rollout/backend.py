@@ -1,8 +1,4 @@
-"""The interface between the trainer and what generates answers (ARCH-03), and its journal.
-
-backend  -> call(), push(), lost(), split()     while it happens, from any thread
-step     -> take()                              after the rollouts; then it is empty
-"""
+"""The interface between the trainer and what generates answers (ARCH-03), and its journal."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +21,7 @@ class PushNeeded(RunError):
 
 @dataclass
 class WeightsVersion:
-    """The version of the weights that answer: the learner's one record of it.
+    """The learner's one record of the version of the weights that answer.
 
     newest: of any server; pushes count on from it.
     pushed: by this run, and so expected of every answer; None before the first push.
@@ -35,7 +31,6 @@ class WeightsVersion:
     pushed: int | None = None
 
     def record(self, version: int) -> None:
-        """Note that a push of `version` has succeeded."""
         self.newest = self.pushed = version
 
 
@@ -65,12 +60,10 @@ SyncState = Callable[[], tuple[str | None, str | None]]
 
 
 class Journal:
-    """Notes of one backend until `take`; calls of several threads may come at once.
+    """Notes of one backend, from any thread, until a step takes them.
 
-    servers: with their group ports; None where the learner generates by itself: then there
-        are calls to log, and nothing of servers to count.
-    sync: of the pushes to them.
-    healthy: servers that can be used now.
+    servers: None where the learner generates by itself: then only calls are logged.
+    sync: of the pushes to them. healthy: servers that can be used now.
     """
 
     def __init__(
@@ -171,7 +164,6 @@ class Journal:
 class RolloutBackend(ABC):
     """Generates rollouts with the newest pushed weights.
 
-    version: of the weights that answer. journal: notes of its calls and pushes.
     repeat_terminate_active: it ends answers that repeat themselves.
     streams: it generates while the learner trains (STEP-03).
     round_size: requests of one round of asynchronous rollouts; None: it has no such rounds.
@@ -211,10 +203,7 @@ class RolloutBackend(ABC):
     def rollout_asynchronous(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Do the same as `rollout` while the training weights change: push nothing.
-
-        Raises PushNeeded.
-        """
+        """Do the same while the training weights change: push nothing. Raises PushNeeded."""
         return self.rollout(requests, request_config)
 
     def repush_restarted(self) -> None:  # noqa: B027 - only servers can restart

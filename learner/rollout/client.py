@@ -1,15 +1,11 @@
 """One rollout server over HTTP: typed bodies out and in; foreign errors are translated here.
 
-    probes, phases of a push   one blocking call each, with a deadline
-    infer                      without a deadline by default, while `/live/` answers
-
     ServerUnreachable    no connection, or no whole answer within the deadline
       ConnectionBroken   the connection ended before the whole answer had arrived
     ProblemError         the server refused, or the answer breaks the contract
     ContractError        the token or the host name of `base_url` is refused
 
-Proxies of the environment are ignored. The token of configured servers comes from the
-environment; no message shows it.
+Proxies of the environment are ignored. No message shows the token.
 """
 
 import asyncio
@@ -71,7 +67,6 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
 _CUT_SHORT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-_UNAUTHORIZED, _MISDIRECTED = 401, 421
 _TEMPORARY = (429, 502, 503, 504)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
@@ -84,7 +79,7 @@ _BASE_URL = "rollout_matching.vllm.server.servers[].base_url"
 
 
 class Clock:
-    """The clock of all waits for servers: `clock()` is the time in seconds; `sleep` pauses."""
+    """`clock()` is the time in seconds, and `clock.sleep` a pause. Tests give another one."""
 
     def __call__(self) -> float:
         return time.monotonic()
@@ -135,10 +130,7 @@ def may_be_of_a_proxy(error: BaseException) -> bool:
 
 
 class RolloutClient:
-    """Calls of one server.
-
-    Every call carries a bearer token. A token that no header can carry, or that the server
-    refuses, is a ContractError.
+    """Calls of one server, with a token. One that no header can carry is a ContractError.
 
     timeout_s: limit for connecting, for `wait_until_pushable`, and for a phase of a push.
     infer_timeout_s: limit for `/infer/`; None or <= 0: none, neither for generating nor for
@@ -146,7 +138,6 @@ class RolloutClient:
     live_interval_s: between two checks of a server that generates.
     token: None: that of ROLLOUT_SERVER_TOKEN, or of the file that ROLLOUT_SERVER_TOKEN_FILE
         names; empty: none.
-    clock: of `wait_until_pushable`.
     """
 
     def __init__(
@@ -170,11 +161,7 @@ class RolloutClient:
     # --- probes
 
     def wait_until_pushable(self) -> None:
-        """Poll until the server is `check_pushable`.
-
-        Raises:
-            ContractError: it was not within `timeout_s`, or no rollout server answers.
-        """
+        """Poll until the server is `check_pushable`. Raises ContractError after `timeout_s`."""
         reason = ""
         with waiting_for(f"the rollout server at {self.base_url}", lambda: reason):
             for waited_s in self._clock.attempts():
@@ -211,18 +198,14 @@ class RolloutClient:
     # --- rollouts
 
     def infer(
-        self,
-        call: InferCall,
-        given_up: threading.Event | None = None,
+        self, call: InferCall, given_up: threading.Event | None = None
     ) -> list[RolloutEnvelope]:
         """Generate; return one envelope per request, in order.
 
-        A slow server is waited for. A server is gone if `/live/` fails several times in a row.
-
-        given_up: set when the answer is no longer needed; read at each check.
+        given_up: set when the answer is no longer needed; read at each check of `/live/`.
 
         Raises:
-            ServerUnreachable: the server is gone, or not done within `infer_timeout_s`, or
+            ServerUnreachable: `/live/` failed several times in a row, `infer_timeout_s` is over, or
                 the call was given up.
             ProblemError: it refused, or its answer breaks the contract.
         """
@@ -245,7 +228,6 @@ class RolloutClient:
         return asyncio.run(infer())
 
     async def _watch(self, http: httpx.AsyncClient, given_up: threading.Event | None) -> NoReturn:
-        """Check `/live/` until the server is gone, or the call is given up."""
         where, failures, parse = f"POST {self.base_url}/infer/", 0, Live.model_validate_json
         while True:
             await asyncio.sleep(self._live_interval_s)
@@ -275,7 +257,6 @@ class RolloutClient:
         return self._phase("/finish_weight_update/", body, SyncReport)
 
     def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
-        """Send the safetensors of an adapter."""
         path = f"/load_adapter/?version={version}&attempt={attempt}"
         return self._call("POST", path, content, SyncReport, self._phase_s)
 
@@ -365,15 +346,14 @@ class RolloutClient:
     # --- refusals
 
     def _refusal(self, response: httpx.Response, content: bytes, where: str) -> Exception:
-        """Return the error that a refusal stands for."""
-        if response.status_code == _UNAUTHORIZED:
+        if response.status_code == httpx.codes.UNAUTHORIZED:
             return self._token_refused(where)
         try:
             problem = Problem.model_validate_json(content)
             problem = problem.model_copy(update={"where": f"{where} {problem.where}"})
         except ValidationError:  # of a proxy
             problem = _foreign(response, where, _excerpt(content))
-        if response.status_code == _MISDIRECTED:
+        if response.status_code == httpx.codes.MISDIRECTED_REQUEST:
             return ContractError(where, problem.detail, self._address_advice())
         if problem.kind == "other-weights":
             problem.detail += _OTHER_LEARNER
@@ -448,13 +428,11 @@ def _fault(error: ValueError) -> str:
 
 
 def _excerpt(content: bytes) -> str:
-    """Return the start of a foreign body in one line."""
     text = content[:4096].decode(errors="replace")
     return printable(" ".join(text.split()), most=_EXCERPT_CHARACTERS)
 
 
 def _foreign(response: httpx.Response, where: str, detail: str) -> Problem:
-    """Return an answer outside of the contract as a problem."""
     title = "Not an answer of a rollout server" if response.is_success else response.reason_phrase
     return Problem(
         type=_FOREIGN,

@@ -1,12 +1,10 @@
-"""The `colocate` backend: a rollout server of the learner's own, on its own devices (ROLL-03).
+"""The place of the learner's own rollout server, on its own devices (ROLL-03).
 
     visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
                           -> learner_environment, before torch is imported
 
-The server is used like any other, with the backend of servers. With several learner processes,
-process 0 owns it, and it has one worker on the device of each. This module places the server.
-
-Imports no torch and no numpy.
+With several learner processes, process 0 owns the server, and it has one worker on the device of
+each. Imports no torch and no numpy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -87,7 +85,7 @@ def place(vllm: VllmConfig, gpus: Sequence[int], processes: int = 1) -> Placemen
 
 
 def learner_environment(placement: Placement | None, processes: int = 1) -> dict[str, str]:
-    """Return the variables of a learner: one process trains on the first GPU of its server.
+    """Return the variables that give one process the first GPU of its server.
 
     Each of several processes uses the GPU of its own number.
     """

@@ -24,9 +24,8 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 class ColocatedBackend(RolloutBackend):
     """The backend of servers, with the one server of the learner.
 
-    own: the server; None in every process but process 0.
-    room: frees memory of the learner while the server works. memory: of the server, which gives it
-    up while the learner works; None where it keeps it, as on the CPU. peers: the learner processes.
+    own: the server; None in every process but process 0. room: frees memory of the learner while
+    the server works. memory: of the server; None where it keeps it, as on the CPU.
     """
 
     def __init__(
@@ -99,10 +98,7 @@ class ColocatedBackend(RolloutBackend):
             self._asleep = False
 
     def _repeat(self, call: Callable[[], object]) -> None:
-        """Make a call of the server, again while it restarts.
-
-        Raises RunError: the server refuses, or is gone for good.
-        """
+        """Call the server, again while it restarts. Raises its error if it refuses or is gone."""
         for waited_s in CLOCK.attempts():
             try:
                 call()

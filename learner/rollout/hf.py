@@ -2,12 +2,9 @@
 
     requests -> prompts -> left-padded batches -> generate -> RolloutOutput
 
-The model answers with the weights it has, so a push only notes their version. Greedy,
-sampled and beam decoding take `decode_batch_size` sequences at once. A batch is sampled with the
-seed of its first request, as a call of a server is: the same requests give the same answers.
-
-As on a server, no parameter of decoding comes from the checkpoint. Its generation config
-says one thing: which tokens end an answer, beside the tokenizer's end of sequence.
+The model answers with the weights it has, so a push only notes their version. A batch is sampled
+with the seed of its first request, as a call of a server is. As on a server, no parameter of
+decoding comes from the checkpoint, but the tokens that end an answer do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +35,7 @@ class HfRepeatProcessor(LogitsProcessor):
     """The repeat guard of one `generate` call (REP-03), as inside vLLM.
 
     A row that triggers can only continue with the first of `eos_token_ids`. Other rows keep their
-    scores. One object serves one call.
+    scores.
 
     prompt_length: width of the prompts, padding included; only the ids behind it are guarded.
     eos_token_ids: the ids that end a row; nothing is forced behind them.
@@ -102,7 +99,6 @@ class HfBackend(RolloutBackend):
     """A backend that generates in the process of the learner.
 
     model: in training, in any mode; it is as before after every call.
-    encode: a request's prompt, as the server would render it.
     num_beams: above 1 the best beam of a search, in place of the greedy answer.
     compute_dtype: what the forward computes in where it is not that of the weights.
     max_model_len: longest prompt with its answer, where the model's context is longer.
@@ -136,11 +132,7 @@ class HfBackend(RolloutBackend):
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Return outputs in the order of the requests.
-
-        Raises:
-            RunError: a prompt leaves no room for an answer.
-        """
+        """Return outputs in the order of the requests. Raises RunError if a prompt is too long."""
         assert request_config.n == 1, "one answer per request"
         assert not request_config.stop, "stop strings belong to servers"
         outputs: list[RolloutOutput] = []
@@ -165,7 +157,6 @@ class HfBackend(RolloutBackend):
         """Do nothing: the backend holds no resources."""
 
     def _room(self, index: int, length: int, max_tokens: int | None) -> int:
-        """Return the longest answer to request `index`, whose prompt has `length` tokens."""
         room = self._context - length
         if room < 1:
             raise RunError(
@@ -182,11 +173,7 @@ class HfBackend(RolloutBackend):
         config: RequestConfig,
         seed: int | None,
     ) -> list[RolloutOutput]:
-        """Return the answers of one `generate` call, at most `rooms` long.
-
-        seed: of the call, which is sampled as a whole; the answer to prompt i is logged with
-            `seed + i`.
-        """
+        """Return the answers of one `generate` call, sampled with `seed`, at most `rooms` long."""
         width = max(prompt.ids.numel() for prompt in prompts)
         guard = HfRepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
@@ -269,7 +256,6 @@ def _padded(prompts: Sequence[EncodedPrompt], names: Sequence[str]) -> dict[str,
 
 @contextmanager
 def _answering(model: PreTrainedModel) -> Iterator[None]:
-    """Set evaluation mode, and remove the checkpoint's defaults of decoding."""
     of_checkpoint, model.generation_config = model.generation_config, GenerationConfig()
     try:
         with evaluating(model):

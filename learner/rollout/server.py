@@ -72,11 +72,9 @@ class ServerLost(RunError):
 class Server:
     """A server. One thread may call it while another one reconnects it.
 
-    pusher: of the weights; None in every process but process 0. Only one thread pushes.
+    pusher: None in every process but process 0. Only one thread pushes.
     differences: checked before a lost server is used again.
-    clock: of the pauses between attempts.
 
-    url: its name in logs. world_size: its engine workers. dtype: of its weights.
     epoch: of its process and replicas, when it was used last.
     lost: the reason; None: it is usable.
     problem: the kind of problem that the newest check of a lost server found, or empty.
@@ -153,7 +151,6 @@ class Server:
     def _try(
         self, call: InferCall, part: RequestPart, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
-        """Make one attempt and log it."""
         config, first, count = call.request_config, part.requests.start, len(part.requests)
         seed = None if config is None else config.seed
         part.tried += 1
@@ -255,9 +252,8 @@ class Server:
     def _rejoin(self, version: int | None, *, wakes: bool) -> RunError | None:
         """Use a lost server again, or return why it lacks the weights `version`.
 
-        A push whose answer was lost is not repeated: the server would refuse it.
-
-        Raises RunError: the server is not there, or differs.
+        A push whose answer was lost is not repeated: the server would refuse it. Raises RunError if
+        the server is not there, or differs.
         """
         refusal, info = self._client.check_pushable(), self._client.info()
         if self._differences and (found := list(self._differences(self.url, info))):
@@ -273,7 +269,6 @@ class Server:
         return missing
 
     def _lacks(self, version: int | None, info: Info) -> RunError | None:
-        """Return what a server that answers lacks, if that is the weights `version`."""
         held, state = info.weights_version, info.weights_state
         restarted = self._pusher is not None and info.server_epoch != self.epoch
         if version is None or ((state, held) == ("READY", version) and not restarted):
@@ -325,7 +320,6 @@ class Server:
         return None
 
     def adopt_push(self, report: SyncReport, again: bool = False) -> None:
-        """Log a push that succeeded, and use the server."""
         self._journal.push(self.url, again, report)
         self._use(report.status.server_epoch)
 

@@ -68,17 +68,13 @@ class ServerPool(RolloutBackend):
     before every push and rollout, less and less often if it cannot take pushes. If no server is
     usable, the pool waits for one.
 
-    clients: one per server, in the order of `servers[]`.
-    pushers: one per server; used in process 0 alone.
+    clients, pushers: one per server, in the order of `servers[]`; only process 0 uses pushers.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
-    journal: gets notes of every call and push.
     differences: checked before a lost server is used again.
-    peers: the learner processes, each with a pool of the same servers.
     gather: called in each process before a push if the weights are sharded; with the dtype of the
         servers' weights.
     together: pushes to the one server by all processes; after a failure process 0 pushes alone.
     proof: decides which pushes are proven, and how; None: none is.
-    clock: of pauses and waits.
     check: raises why no server comes back any more, if that is known.
     least_wait_s: smallest `timeout_s`, the longest wait for servers that do not answer.
     """
@@ -143,7 +139,6 @@ class ServerPool(RolloutBackend):
         return [server for server in self.servers if server.lost is None]
 
     def reasons(self) -> str:
-        """Return why each server is lost."""
         return "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
 
     def caps(self, usable: Sequence[Server]) -> dict[Server, int]:
@@ -161,9 +156,8 @@ class ServerPool(RolloutBackend):
     def wait_for(self, find: Callable[[], list[T]]) -> list[T]:
         """Call `find` until it returns something.
 
-        Raises:
-            RunError: for `timeout_s` no server was starting or needed only a push, or none came
-                back within LONGEST_WAIT_S, or none can, or the pool was closed.
+        Raises RunError: for `timeout_s` no server was starting or needed only a push, or none came
+        back within LONGEST_WAIT_S, or none can, or the pool was closed.
         """
         last_sign_s = 0.0
         with waiting_for("a rollout server to come back", self.reasons):
@@ -195,10 +189,7 @@ class ServerPool(RolloutBackend):
     # --- pushes
 
     def connect(self) -> int:
-        """Form the weight group with every server; return their newest weights version.
-
-        Every process calls it.
-        """
+        """Form the weight groups, in every process; return the newest version of the servers."""
         self.version.newest, self._dtype = self._by_leader(self._connect)
         return self.version.newest
 
@@ -215,10 +206,8 @@ class ServerPool(RolloutBackend):
         """Push to all servers at the same time; one that fails is lost.
 
         Every process calls it, and none returns before all of them have its outcome. If all
-        servers fail, process 0 waits for them and pushes once more.
-
-        Raises:
-            RunError: no server took the push, or one computes with other weights; in every process.
+        servers fail, process 0 waits for them and pushes once more. Raises RunError in every
+        process if no server took the push, or one computes with other weights.
         """
         self.prove(self.push_and_ask(version))
 
@@ -236,7 +225,6 @@ class ServerPool(RolloutBackend):
         return answers
 
     def _push_together(self, version: int) -> bool:
-        """Push by all processes; return whether that was possible."""
         if self._together is None:
             return False
         if broadcast_from_rank0(self.peers, lambda: not self.usable()):
@@ -254,7 +242,6 @@ class ServerPool(RolloutBackend):
 
     def _push(self, version: int) -> int:
         def push() -> list[Server | RunError]:
-            """Push to each server that can take it; return those that did, and the errors."""
             calls = [partial(server.push, version) for server in self.usable()]
             calls += [partial(server.restore, version, push=True) for server in self._due()]
             errors = [error for error in in_parallel(calls) if error is not None]
@@ -335,8 +322,7 @@ class ServerPool(RolloutBackend):
     ) -> list[RolloutOutput]:
         """Return outputs in the order of the requests. Each process sends its own requests.
 
-        Raises:
-            RunError: no server is left and none came back in time, or a request was refused.
+        Raises RunError if no server came back in time, or a request was refused.
         """
         chunks = self._chunks(requests, request_config, self._restore_lost, len(requests))
         return list(chain.from_iterable(chunks))
@@ -366,7 +352,6 @@ class ServerPool(RolloutBackend):
         reconnect: Callable[[], list[Server]],
         size: int,
     ) -> Generator[list[RolloutOutput], None, None]:
-        """Yield outputs `size` at a time."""
         dispatch = Dispatch(requests, config, self.version.pushed, self, reconnect)
         self._dispatches.add(dispatch)
         try:
@@ -384,7 +369,6 @@ class ServerPool(RolloutBackend):
         return self.usable()
 
     def _reconnect_lost(self) -> list[Server]:
-        """Use lost servers again that have the weights; push nothing."""
         with self._pushing:
             self._restore(push=False)
         usable = self.usable()
@@ -433,10 +417,8 @@ class Dispatch:
         """Yield one envelope per request, in order, `size` at a time.
 
         Between two chunks running calls go on, and none is started. When the generator is closed,
-        and after an error, running calls end soon.
-
-        Raises:
-            RunError: no server answers, a request was refused, or the run was given up.
+        and after an error, running calls end soon. Raises RunError if no server answers, a request
+        was refused, or the rollout was given up.
         """
         chunks = cut(len(self._requests), size)
         later = deque(chunks)
@@ -506,7 +488,6 @@ class Dispatch:
         )
 
     def _take(self) -> None:
-        """Wait for the next call that ends."""
         outcome = next(as_completed(self._calls))
         server, part = self._calls.pop(outcome)
         queue = self._queues[server]

@@ -56,9 +56,7 @@ class ServerProcess:
     The server ends with the thread that started it, and so with this process. An interrupt of the
     terminal does not reach it.
 
-    port: a free one unless given. environment: this process's own unless given.
     host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
-    grace_s: the server's `grace_seconds`.
     """
 
     _log_start = 0  # bytes of the log before this start
@@ -102,11 +100,7 @@ class ServerProcess:
         return self._process.pid
 
     def wait_until_healthy(self, timeout_s: float) -> None:
-        """Wait until `/health/` answers 200.
-
-        Raises:
-            ContractError: the server ended, or was not ready in time; shows its last lines.
-        """
+        """Wait for `/health/`. Raises ContractError, with the last lines, if it ends or is late."""
         client = RolloutClient(self.base_url, timeout_s)
         for waited_s in CLOCK.attempts(longest_pause_s=0.2):
             try:
@@ -120,7 +114,6 @@ class ServerProcess:
                 raise self.failure(f"it ended with code {code}")
 
     def code(self) -> int | None:
-        """Return its exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self) -> int:
@@ -150,8 +143,7 @@ class ServerProcess:
 class SupervisedServer:
     """A server process that is restarted until `stop`.
 
-    start: starts the process, each time on the same port.
-    start_timeout_s: longest wait for each start.
+    start: starts the process, each time on the same port. start_timeout_s: longest wait for it.
     clock: measures how long a start was healthy, in seconds.
     first: a process that was started already, and is healthy.
     """
@@ -166,8 +158,7 @@ class SupervisedServer:
     ) -> None:
         """Wait until the first start is healthy, unless it is given.
 
-        Raises:
-            ContractError: it ended, or was not ready in time; nothing is left running.
+        Raises ContractError as `wait_until_healthy`; nothing is left running.
         """
         self._start = start
         self._start_timeout_s = start_timeout_s
@@ -202,7 +193,6 @@ class SupervisedServer:
             raise self._given_up
 
     def stop(self) -> None:
-        """Stop the process and its supervision; idempotent."""
         with self._starting:
             self._stopped.set()
         self._process.stop()
@@ -231,7 +221,6 @@ class SupervisedServer:
                 break
 
     def _restart(self) -> None:
-        """Start the process, unless it is stopped, and wait until it is healthy or has ended."""
         with self._starting:
             if self._stopped.is_set():
                 return

@@ -1,8 +1,5 @@
 """The Hugging Face Hub, by huggingface_hub.
 
-    require_hub_access()   check before a run that the token may write to the repository
-    push_folder()          push a folder as one commit of a model repository
-
 The token is that of `HF_TOKEN` or `hf auth login`; no file of a run has it. Functions import
 huggingface_hub, because most runs push nothing.
 """

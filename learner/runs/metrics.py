@@ -1,11 +1,5 @@
 """The metrics of a step, and how processes combine them (MET-01, MET-02).
 
-    Payload           sums, denominators and maxima of a step's metrics in one process
-    rollout_payload   metrics of the answers of a step
-    mismatch_payload  differences of engine and trainer on the answers' tokens
-    over_processes    the payload of all processes, by two all-reduces
-    StepReport        the metrics of an optimizer step
-
 `learner.runs.declared` has every key. Every step has a payload of its own. Only `over_processes`
 imports torch.
 """

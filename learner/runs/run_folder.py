@@ -1,11 +1,5 @@
 """The files of a run folder: their names, their readers, and the lock of the run that writes them.
 
-    RunFolder.open(path)     raises for a folder that is no run folder
-    .metrics()               the lines of metrics.jsonl
-    .calls()                 the lines of rollout_calls*.jsonl
-    .answers(step)           the lines of rollouts/step_N*.jsonl
-    lock_folder()            held by the run that writes the folder
-
 The folder of a running run can be read: an incomplete last line is ignored. Imports no torch.
 """
 

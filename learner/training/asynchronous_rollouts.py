@@ -137,10 +137,7 @@ class RolloutBuffer:
 
     @contextmanager
     def requesting(self) -> Iterator[None]:
-        """Wait while requests are paused. They are not paused again before the block ends.
-
-        Raises BufferClosed.
-        """
+        """Wait while requests are paused; they stay unpaused in the block. Raises BufferClosed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._paused)
             if self._closed:
@@ -201,20 +198,15 @@ class RolloutBuffer:
                 self._ready.remove(ready)
                 self._drop(ready, "dropped_stale")
 
-    def has_ready(self) -> bool:
-        with self._changed:
-            return len(self._ready) > 0
-
     @property
     def packs(self) -> int:
-        """Number of packs that are ready."""
         with self._changed:
             return sum(ready.size for ready in self._ready)
 
     def take(self, step: int) -> ReadyBatch:
         """Return the oldest batch, for channel B in step `step`.
 
-        Raises RunError if there is none, or it is stale: call `refresh` and `has_ready` first.
+        Raises RunError if there is none, or it is stale: call `refresh` and `packs` first.
         """
         with self._changing():
             if not self._ready or self._is_stale(self._ready[0]):
@@ -225,7 +217,7 @@ class RolloutBuffer:
     def take_unanswered(self, step: int) -> int:
         """Return a batch without answers, for channel A in step `step`.
 
-        If none is left, takes one that is ready or being made; its answers are not used.
+        At the end of a run there may be none; then it is a batch whose answers are not used.
         """
         with self._changing():
             batch = self._claim()
@@ -238,7 +230,6 @@ class RolloutBuffer:
             return batch
 
     def payload(self) -> Payload:
-        """Return the metrics since the last call."""
         with self._changed:
             self._count_idle()
             payload = Payload()
@@ -267,7 +258,6 @@ class RolloutBuffer:
         return self._next - 1
 
     def _drop(self, ready: ReadyBatch, why: str) -> None:
-        """Make its batch available again, and count its packs."""
         self._returned = sorted([*self._returned, ready.batch])
         self._dropped[why] += ready.size
 
@@ -275,7 +265,6 @@ class RolloutBuffer:
         return ready.version < self._newest - self._window
 
     def __str__(self) -> str:
-        """Return its state, for error messages."""
         held = ", ".join(
             f"batch {ready.batch} of version {ready.version} in {ready.size} packs"
             for ready in self._ready
@@ -328,8 +317,7 @@ class AsyncSource(RolloutSource):
     def begin(self, step: int, clock: PhaseClock) -> None:
         """Push the weights before step `step` if a push is due, in all processes at once.
 
-        Raises:
-            RunError: a prefetcher has failed, or the processes are not at the same version.
+        Raises RunError if a prefetcher has failed, or the processes are not at the same version.
         """
         if self._prefetcher is None:
             self._buffer.start(step)
@@ -337,7 +325,6 @@ class AsyncSource(RolloutSource):
         prefetcher = self._prefetcher
 
         def boundary() -> tuple[int, bool]:
-            """Return the version of this process, and whether it needs a push."""
             if prefetcher.done():
                 prefetcher.result()
             due = self._policy.is_behind(self._settings.sync_every_steps)
@@ -353,7 +340,6 @@ class AsyncSource(RolloutSource):
         self._ready_packs = self._buffer.packs
 
     def _prefetch(self) -> None:
-        """Fill the buffer until it is closed. Runs in a thread."""
         with suppress(BufferClosed):
             while True:
                 self._buffer.put(self.make(self._buffer.begin()))
@@ -370,7 +356,6 @@ class AsyncSource(RolloutSource):
         return ReadyBatch(batch, feed.oldest, packs, feed)
 
     def _rounds(self, feed: PackFeed, samples: Sequence[Sample]) -> Generator[Answered, None, None]:
-        """Yield the answers of each round, of whole groups."""
         group = self._channel_b.answers_per_sample
         size = max(1, (self._policy.backend.round_size or len(samples)) // group) * group
         for start in range(0, len(samples), size):
@@ -401,8 +386,7 @@ class AsyncSource(RolloutSource):
             return version, rollouts
 
     def ready(self, step: int) -> bool:
-        """Return whether a batch is ready that is not stale."""
-        return self._buffer.has_ready()
+        return self._buffer.packs > 0
 
     def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
         return self._samples_of(self._buffer.take_unanswered(step))

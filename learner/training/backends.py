@@ -1,9 +1,4 @@
-"""Opens the backend of a run. Only this module depends on its kind (ARCH-03).
-
-server     clients -> weight pushers -> ServerPool
-colocate   a server process -> the same over it alone -> ColocatedBackend
-hf         HfBackend with the training model
-"""
+"""Opens the backend of a run. Only this module depends on its kind (ARCH-03)."""
 
 import os
 import secrets
@@ -62,12 +57,9 @@ def open_backend(
     clients: of the configured servers, in the order of the config; none without servers.
     folder: of the run; a colocated server's settings and log go there.
     samples: all samples of the run; a colocated server may read their images.
-    placement: of a colocated server, as `input_checks` found it.
-    optimizer: of the model; its state may be moved to the host for a colocated server.
-    peers: the learner processes; all of them open the backend.
+    placement: of a colocated server. optimizer: its state may be moved to the host for it.
 
-    Raises:
-        ContractError: faults that the checks cannot find, such as a server that does not start.
+    Raises ContractError for faults that the checks cannot find, as a server that does not start.
     """
     match config.rollout_matching.backend:
         case "hf":
@@ -174,7 +166,6 @@ def _colocate(
     optimizer: Optimizer | None,
     peers: Peers,
 ) -> ColocatedBackend:
-    """Process 0 starts the server and owns it. All processes call it."""
     wanted = config.rollout_matching.offload
     offload = Offload(
         model=loaded.model if wanted.enabled and wanted.offload_model else None,
@@ -205,7 +196,6 @@ def _colocate(
 def _start_server(
     config: Config, placement: Placement, folder: Path, samples: Sequence[Sample], token: str
 ) -> SupervisedServer:
-    """Start the learner's own server and wait until it is healthy."""
     settings, run = folder / "rollout_server.yaml", folder / "rollout_server_run.yaml"
     own = server_settings(
         config,

@@ -4,7 +4,7 @@
     B  Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment     (CHB-01)
 
 Generation is never packed. Answers are not repaired. All unmatched ground truths are appended.
-`learner.objectives` names the recipe of each `custom.trainer_variant`. `Recipe` has them
+`VARIANTS` of `learner.objectives` names the recipe of each trainer variant. `Recipe` has them
 all: channels A and B by `b_ratio`, A with self-context (CHA-01); channel B alone (RES-02); and
 groups of answers in channel B (GROUP-01).
 """
@@ -88,10 +88,7 @@ class ChannelA:
 
 
 class ChannelB:
-    """Training on corrected answers of the model; one forward for each pack (RES-08).
-
-    start: the model that the run started from, if a module needs it.
-    """
+    """Training on corrected answers of the model; one forward for each pack (RES-08)."""
 
     def __init__(self, encoding: Encoding, config: Config, start: StartModel | None = None) -> None:
         self._encoding = encoding

@@ -1,7 +1,4 @@
-"""Checks of a checkpoint folder without a model, and the token counts that follow from it.
-
-Imports no torch.
-"""
+"""Checks of a checkpoint folder without a model, and its token counts. Imports no torch."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,11 +17,7 @@ from shared_contracts.strict_model import shown
 
 
 def check_model(config: Config) -> None:
-    """Check that `model.model` can write the answers of this run.
-
-    Raises:
-        ContractError: as `Checkpoint.require_vocabulary` and `check_taught_format`.
-    """
+    """Check that `model.model` can write the answers of this run. Raises ContractError."""
     Checkpoint(config.model.model).require_vocabulary()
     check_taught_format(config.model.model, config.custom.answer_format, "model.model")
 
@@ -93,8 +86,6 @@ def context_of_run(config: Config, samples: Iterable[Sample]) -> int:
     """Return the `max_model_len` of the servers of a run, as stated or derived (FULL-06).
 
     A derived one has room for the longest prompt of `samples` and `max_new_tokens`, rounded up.
-
-    Raises ContractError as `lengths_of_run` does.
     """
     if (stated := config.rollout_matching.vllm.max_model_len) is not None:
         return stated
@@ -103,10 +94,7 @@ def context_of_run(config: Config, samples: Iterable[Sample]) -> int:
 
 
 def longest_prompt(config: Config, samples: Iterable[Sample]) -> int:
-    """Return the tokens of the longest prompt; samples with unreadable images are left out.
-
-    Raises ContractError as `lengths_of_run` does.
-    """
+    """Return the tokens of the longest prompt; samples with unreadable images are left out."""
     lengths, longest = lengths_of_run(config), 0
     for sample in samples:
         with suppress(ContractError):

@@ -107,7 +107,6 @@ def evaluation_seed(config: Config, rank: int = 0) -> int:
 
 
 def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
-    """Return how samples are scored, without the weights."""
     return {
         "data": str(data),
         "seed": evaluation_seed(config),

@@ -1,11 +1,7 @@
 """The checks of what a run needs besides servers, before a model is loaded.
 
-    StartUp        the run and the results of its checks, also those of `server_checks`
-    input_checks   processes, trackers, Hub, run folder, checkpoint, data, step
-    check_inputs   runs them for `learner train`; the first failure is raised
-    check_files    cheap file checks of a config; reports all problems together
-
-`learner doctor` runs the same list and shows every result. Imports no torch.
+`check_inputs` runs them for `learner train` and raises the first failure. `learner doctor` runs
+them, and those of `server_checks`, and shows every result. Imports no torch.
 """
 
 import os
@@ -65,7 +61,6 @@ class Waiting(Exception):
 
 
 def require(result: T | None, check: str) -> T:
-    """Return the result of an earlier check; raises `Waiting` if there is none."""
     if result is None:
         raise Waiting(f"waits for {check}")
     return result
@@ -76,9 +71,8 @@ class RunInputs:
     """The inputs of a run.
 
     val: empty if the config names no validation file.
-    placement: of a colocated server; None without one.
+    placement: of a colocated server.
     processes: learner processes, of torchrun.
-    start: the checkpoint of a resumed run.
     bad: the faults of unusable samples of both files, by `sample_id`; `val` does not have them.
         Empty unless `data.on_bad_sample` is skip.
     """
@@ -92,7 +86,6 @@ class RunInputs:
 
     @property
     def readable(self) -> list[Sample]:
-        """The training samples without bad ones."""
         return [sample for sample in self.train if sample.sample_id not in self.bad]
 
     @property
@@ -112,8 +105,7 @@ class StartUp:
     """A run, and the results of its start-up checks; None until the check has passed.
 
     environment: of the training process. patience_s: longest wait for a server that is not ready;
-    None: `timeout_s`. samples: to which servers generate answers.
-    clients, infos (by URL), envelopes: in the order of the servers.
+    None: `timeout_s`. samples: to which servers generate answers. envelopes: by server.
     """
 
     config: Config
@@ -131,7 +123,6 @@ class StartUp:
 
 
 def input_checks(run: StartUp) -> list[Check]:
-    """Return the checks of everything but servers."""
     return [
         Check("processes", partial(_check_processes, run)),
         Check("trackers", partial(_check_trackers, run)),
@@ -144,13 +135,7 @@ def input_checks(run: StartUp) -> list[Check]:
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
-    """Run all checks except those of servers, and return the inputs of the run.
-
-    environment: of the training process.
-
-    Raises:
-        ContractError: names the file, line or key.
-    """
+    """Run all checks except those of servers. Raises ContractError with the file, line or key."""
     run = StartUp(config, environment)
     for check in input_checks(run):
         check.run()
@@ -168,10 +153,7 @@ def _check_processes(run: StartUp) -> str:
 
 
 def _check_trackers(run: StartUp) -> str:
-    """Make the callback of each tracker, which checks that its packages are installed.
-
-    TensorBoard is a dependency of this one.
-    """
+    """Make the callback of each tracker, which checks that its packages are installed."""
     report_to, found = run.config.training.report_to, CheckErrors()
     for index, tracker in enumerate(report_to):
         if tracker in ("none", "tensorboard"):
@@ -276,15 +258,10 @@ def read_data(
     return samples, bad
 
 
-def check_backend(
-    config: Config, environment: Mapping[str, str], gpus: Path = GPU_DEVICES
-) -> Placement | None:
-    """Check the backend of a config (`learner.training.backends`), except its servers.
+def check_backend(config: Config, environment: Mapping[str, str]) -> Placement | None:
+    """Check the backend of a config, except its servers; return a colocated server's placement.
 
-    gpus: folder of the driver's device files. Returns the placement of a colocated server.
-
-    Raises:
-        ContractError: names the key or the variable.
+    Raises ContractError with the key or the variable.
     """
     rollout = config.rollout_matching
     if rollout.backend != "hf":
@@ -299,7 +276,7 @@ def check_backend(
             f"colocate, and {here} of {processes} learner processes run on this machine",
             "Use vllm.mode: server, or start all processes on one machine",
         )
-    placement = place(rollout.vllm, visible_gpus(environment, gpus), processes)
+    placement = place(rollout.vllm, visible_gpus(environment), processes)
     if find_spec("vllm") is None:
         raise ContractError(
             "rollout_matching.vllm.mode",
@@ -321,10 +298,7 @@ def learner_processes(environment: Mapping[str, str]) -> int:
 
 
 def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
-    """Raise ContractError for a launcher that the run does not support, or too few GPUs.
-
-    gpus: folder of the driver's device files.
-    """
+    """Raise ContractError for a launcher that the run does not support, or too few GPUs."""
     for library in ("DeepSpeed", "FSDP"):
         if environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower() in ("1", "true", "yes"):
             raise ContractError(
@@ -364,10 +338,7 @@ def check_processes(config: Config, processes: int) -> None:
 
 
 def check_step_budget(config: Config, samples: int, processes: int) -> None:
-    """Raise ContractError if a step cannot be split over processes, or does not fit.
-
-    samples: number of training samples.
-    """
+    """Raise ContractError if a step cannot be split over processes, or does not fit."""
     training = config.training
     training.resolve_accumulation(processes)
     if samples < training.effective_batch_size:
@@ -400,10 +371,7 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
 
 
 def check_files(config: Config) -> list[ContractError]:
-    """Cheap file checks of a config; reports all problems together.
-
-    Folders, the checkpoint's tokenizer and module names, the first sample of each data file.
-    """
+    """Check folders, tokenizer, module names and first samples; report all problems together."""
     found, data = CheckErrors(), config.data
     for check in (require_run_folder, check_model, check_target_modules):
         found.of(partial(check, config))
@@ -414,7 +382,6 @@ def check_files(config: Config) -> list[ContractError]:
 
 
 def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
-    """Raise ContractErrors about `key` if the first sample of a file is bad."""
     try:
         DataFile(file, allow_poly=allow_poly, lines=1).valid_samples()
     except ContractError as error:

@@ -93,7 +93,6 @@ def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
 
 
 def software() -> dict[str, Any]:
-    """Return versions of libraries, and the commit of this package."""
     return {
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _LIBRARIES},
@@ -114,23 +113,16 @@ def _commit() -> str | None:
     return found.stdout.split()[0]
 
 
-class CallLog:
-    """Appends records of rollout calls to `rollout_calls.jsonl` (SEED-02, DIST-05).
+def log_calls(folder: Path, rank: int, record: dict[str, Any]) -> None:
+    """Append a record of rollout calls to `rollout_calls.jsonl` (SEED-02, DIST-05).
 
     Other processes than process 0 have their own files: `rollout_calls.rank1.jsonl` and so on.
     """
-
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        of_rank = f".rank{rank}" if rank else ""
-        self._path = folder / f"rollout_calls{of_rank}.jsonl"
-
-    def write(self, record: dict[str, Any]) -> None:
-        append_line(self._path, json.dumps(record, allow_nan=False))
+    of_rank = f".rank{rank}" if rank else ""
+    append_line(folder / f"rollout_calls{of_rank}.jsonl", json.dumps(record, allow_nan=False))
 
 
 class JsonlLog(TrainerCallback):
-    """Appends every log event to `metrics.jsonl`."""
-
     def __init__(self, folder: Path) -> None:
         self._path = folder / METRICS
 
@@ -181,7 +173,6 @@ class ProgressDisplay(TrainerCallback):
             tell(self._console, step_line(state.global_step, state.max_steps, logs))
 
     def stop(self) -> None:
-        """End the progress line; can be called again."""
         if self._console.is_terminal:
             self._progress.stop()
 

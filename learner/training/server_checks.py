@@ -1,8 +1,4 @@
-"""The checks of rollout servers before a run: servers, settings, servers together, port, media.
-
-`reach_servers` runs them for `learner train`; `learner doctor` shows every result. Imports no
-torch.
-"""
+"""The checks of rollout servers before a run. Imports no torch."""
 
 import errno
 import os
@@ -37,7 +33,6 @@ from shared_contracts.server_info import Info
 
 
 def server_checks(run: StartUp) -> list[Check]:
-    """Return the checks of the servers of the config."""
     return [
         Check("servers", partial(_check_reachable, run)),
         Check("settings", partial(_check_settings, run)),
@@ -55,11 +50,9 @@ def reach_servers(
 ) -> list[RolloutClient]:
     """Return clients of the configured servers after `server_checks`; none without servers.
 
-    environment: of the training process. samples: to which the servers generate answers. report:
-    gets a line for each `Caution`.
+    samples: to which the servers generate answers. report: gets a line for each `Caution`.
 
-    Raises:
-        ContractError: the first check that failed, of all servers at once.
+    Raises ContractError for the first check that failed, of all servers at once.
     """
     if config.rollout_matching.backend != "server":
         return []
@@ -121,10 +114,7 @@ def _check_group_ports(run: StartUp) -> str:
 
 
 def _check_media(run: StartUp) -> str:
-    """Have every server read an image of each folder, of `_FOLDERS` at most, and answer.
-
-    Raises ContractErrors, one for each request that a server refuses.
-    """
+    """Have every server read an image of each folder and answer; raise all refusals together."""
     clients, requests = require(run.clients, "servers"), sample_requests(run)
     if not requests:
         raise Waiting("waits for data")
@@ -151,7 +141,6 @@ _FOLDERS = 32
 
 
 def sample_requests(run: StartUp) -> list[RolloutInferRequest]:
-    """Return a request for one sample of each image folder, at most `_FOLDERS`."""
     template, by_folder = run.config.template, dict[Path, Sample]()
     for sample in run.samples:
         by_folder.setdefault(sample.images[0].parent if sample.images else Path(), sample)
@@ -331,7 +320,6 @@ def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterato
 
 
 def _guard(active: bool, config: RepeatTerminateConfig) -> str:
-    """Return the settings of a guard that differ from the defaults, or why it is off."""
     if not active:
         return "configured but inactive" if config.enabled else "off"
     return config.model_dump_json(exclude_defaults=True)

@@ -69,7 +69,6 @@ class _Step:
 class StepRunner:
     """Runs the forwards and backwards of one optimizer step.
 
-    policy: generates the answers of channel B; None in a run without channel B.
     log_calls: takes one record of each channel-B step (SEED-02).
     source: makes the packs of channel B; None: they are made in this step.
     log_rollouts: logs the answers of a step that makes its packs itself (MET-03).
@@ -93,6 +92,7 @@ class StepRunner:
         self._log_calls = log_calls
         self._peers = peers
         self._bad_samples = bad_samples
+        self._repush = None if policy is None else policy.repush_restarted
         self._warned = False
         self.source = source or RolloutSource(
             config, policy, recipe.channel_b, peers.rank, log_rollouts
@@ -101,9 +101,7 @@ class StepRunner:
     def run(
         self, model: nn.Module, samples: Sequence[Sample], step: int, accelerator: Accelerator
     ) -> tuple[Tensor, StepReport]:
-        """Accumulate the gradients of step `step`.
-
-        samples: this rank's part of the step.
+        """Accumulate the gradients of step `step` over `samples`, this rank's part.
 
         Returns this rank's loss (scalar, detached) and the report of all ranks. The loss of the
         step is the mean over the ranks.
@@ -133,7 +131,6 @@ class StepRunner:
         return loss, report
 
     def _warn_if_underfilled(self, report: StepReport) -> None:
-        """Warn once of packs that are filled less than `packing_min_fill_ratio` (PACK-05)."""
         training, fill = self._config.training, report.metrics.get("packing/post_rollout_fill", 0.0)
         least = training.packing_min_fill_ratio
         if training.packing and 0 < fill < least and not self._warned:
@@ -147,7 +144,6 @@ class StepRunner:
             )
 
     def _note_use(self, this: _Step) -> None:
-        """Note tokens per second, MFU and peak memory of the learning phase (FULL-09)."""
         seconds, payload = this.clock.seconds("learn"), this.report.payload
         payload.note({"perf/peak_memory_gib": this.use.peak_gib()})
         payload.rate({"perf/tokens_per_s": (this.tokens, seconds)})
@@ -165,7 +161,6 @@ class StepRunner:
         return report
 
     def _channel_a_step(self, this: _Step) -> Tensor:
-        """Channel A: segments of the ground truth alone."""
         this.samples = self.source.samples(this.report.step, this.samples)
         packs = begin_packs(self._config)
 
@@ -280,9 +275,8 @@ class StepRunner:
             packs.extend(pack for chunk in chunks for pack in chunk.packs)
             return sum(len(pack.supervision.kept_positions) for pack in packs)
 
-        repush = None if self._policy is None else self._policy.repush_restarted
         with clock.phase("wait"):
-            tokens = self._peers.all_gather(collect, repush)
+            tokens = self._peers.all_gather(collect, self._repush)
         return iter([Chunk(packs, last=True)]), sum(tokens) / len(tokens)
 
     def _in_lockstep(
@@ -295,7 +289,6 @@ class StepRunner:
         never runs. The last backward synchronizes gradients; if no pack is left, all replay one.
         """
         ready: deque[Pack] = deque()
-        repush = None if self._policy is None else self._policy.repush_restarted
 
         def take() -> tuple[int, bool]:
             packs, last = next(chunks, _NO_MORE)
@@ -305,7 +298,7 @@ class StepRunner:
         over = unsynced = False
         while not over:
             with clock.phase("wait"):
-                counts, ended = zip(*self._peers.all_gather(take, repush), strict=True)
+                counts, ended = zip(*self._peers.all_gather(take, self._repush), strict=True)
             over = all(ended)
             for left in reversed(range(forwards_due(counts, ended, unsynced=unsynced))):
                 unsynced = not (over and left == 0)
@@ -313,10 +306,7 @@ class StepRunner:
 
 
 def _check_mismatch(report: StepReport, most: float) -> None:
-    """Raise RunError if the mean mismatch of engine and trainer is above its bound (LOGP-01).
-
-    report: of all ranks. most: the bound, in nats.
-    """
+    """Raise RunError if the mean mismatch of all ranks is above `most` nats (LOGP-01)."""
     means = {
         kind: report.metrics[f"mismatch/{kind}_mean"]
         for kind in TOKEN_KINDS

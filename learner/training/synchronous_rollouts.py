@@ -42,7 +42,6 @@ _POLL_S = 0.1
 
 
 def begin_packs(config: Config) -> StepPacker[Segment, Pack]:
-    """Return the packs of a new step of one rank."""
     return StepPacker(config.training, config.global_max_length, make_pack)
 
 
@@ -100,7 +99,6 @@ class PackFeed:
             yield Chunk(made, part.last)
 
     def payload(self) -> Payload:
-        """Return the metrics, after the last chunk."""
         payload = rollout_payload(self.assessed)
         payload.merge(self.packer.payload())
         seconds = self.clock.seconds("rollout")
@@ -191,7 +189,6 @@ class RolloutSource:
         return feed, [each for each in own for _ in range(self._channel_b.answers_per_sample)]
 
     def _seed_of(self, feed: PackFeed, request: int) -> int:
-        """Return the seed of request `request` of this rank's batch."""
         return request_seed(rank_seed_base(feed.seed_base, self._rank), 0, request)
 
     def _log_answers(self, step: int, feed: PackFeed) -> None:

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -57,9 +58,9 @@ from learner.training.channels import recipe_of
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import RunInputs, generates
 from learner.training.run_log import (
-    CallLog,
     JsonlLog,
     ProgressDisplay,
+    log_calls,
     open_run_folder,
     tracker_callbacks,
 )
@@ -78,9 +79,8 @@ from shared_contracts.errors import ContractError, RunError
 class RunParts:
     """The parts of a run in one of its processes.
 
-    policy: None in a run without rollouts. calls: the log of rollout calls.
-    bad_samples: returns how many samples were replaced since its last call; None in a run that
-        replaces none.
+    policy: None in a run without rollouts.
+    bad_samples: returns how many samples were replaced since its last call; None: none can be.
     """
 
     config: Config
@@ -88,7 +88,7 @@ class RunParts:
     loaded: LoadedModel
     optimizer: Optimizer
     policy: Policy | None
-    calls: CallLog
+    log_calls: Callable[[dict[str, Any]], None]
     peers: Peers = SINGLE_PROCESS
     bad_samples: Callable[[], int] | None = None
 
@@ -99,12 +99,9 @@ def train(
     clients: list[RolloutClient],
     console: Console,
 ) -> Path:
-    """Run the training of `config`; return the run folder.
+    """Run the training of `config`; return the run folder. Raises RunError.
 
     inputs, clients: results of the checks; no clients in a run without servers.
-
-    Raises:
-        RunError: no server comes back, or the disk is full.
     """
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
@@ -159,7 +156,7 @@ def train_as(
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
-        calls, count = CallLog(folder, peers.rank), None
+        calls, count = partial(log_calls, folder, peers.rank), None
         if config.data.on_bad_sample == "skip":
             train = _replaced_samples(config, inputs, peers)
             inputs, count = replace(inputs, train=train), train.take_replaced
@@ -168,7 +165,7 @@ def train_as(
         stack.callback(runner.source.close)
         if state := start.state(peers.rank, peers.count):
             runner.source.restore(state)
-        scorer = build_scorer(config, inputs.val, loaded, policy, calls.write, peers, runner.source)
+        scorer = build_scorer(config, inputs.val, loaded, policy, calls, peers, runner.source)
         trainer = build_trainer(parts, runner, scorer, display)
         with peers.propagate_errors():
             trainer.train(resume_from_checkpoint=start.folder)
@@ -176,7 +173,6 @@ def train_as(
 
 
 def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> ReplacedSamples:
-    """Return the training samples with replacements for bad ones; log them in the run folder."""
     log = BadSampleLog(config.training.output_dir, peers.rank)
     if peers.rank == 0:
         for known in inputs.bad.values():
@@ -186,7 +182,6 @@ def _replaced_samples(config: Config, inputs: RunInputs, peers: Peers) -> Replac
 
 
 def _require_shared(folder: Path, what: str, seen: Callable[[], int], peers: Peers) -> None:
-    """Raise RunError in all processes unless they see the same of the run folder."""
     found = peers.all_gather(seen)
     if len(set(found)) > 1:
         raise RunError(
@@ -210,7 +205,6 @@ def _require_one_gpu() -> None:
 
 
 def build_runner(parts: RunParts) -> StepRunner:
-    """Build the recipe of the config, and the source of its rollouts."""
     config, loaded, peers = parts.config, parts.loaded, parts.peers
     folder = config.training.output_dir
     log = RolloutLog(folder, peers.rank).write if config.training.log_rollouts else None
@@ -231,7 +225,7 @@ def build_runner(parts: RunParts) -> StepRunner:
             log,
         )
     return StepRunner(
-        config, recipe, parts.policy, parts.calls.write, peers, source, log, parts.bad_samples
+        config, recipe, parts.policy, parts.log_calls, peers, source, log, parts.bad_samples
     )
 
 
@@ -281,7 +275,6 @@ def build_trainer(
 
 
 def order_of(config: Config, samples: int, processes: int) -> BatchOrder:
-    """Return the order of the samples of a run."""
     training = config.training
     batch = training.effective_batch_size
     return BatchOrder(samples, batch, processes, training.seed, config.data.shuffle)

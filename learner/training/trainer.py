@@ -1,10 +1,4 @@
-"""transformers' Trainer around `StepRunner`: whole steps of raw samples, no batches (RUN-02).
-
-BatchLoader          this process's part of each step
-build_optimizer()    AdamW with a learning rate for each part of the model
-training_arguments() the Trainer's arguments of a config
-StepTrainer          runs steps and evaluations, and saves complete checkpoints
-"""
+"""transformers' Trainer around `StepRunner`: whole steps of raw samples, no batches (RUN-02)."""
 
 import math
 import warnings
@@ -118,8 +112,7 @@ class _RankBatches(Sampler[list[int]]):
 class BatchLoader(DataLoader[Any]):
     """One rank's raw batches, in the order of the run; used without `accelerate.prepare`.
 
-    After a restart the Trainer wraps the batch sampler to skip batches, and still finds its
-    `set_epoch`.
+    After a restart the Trainer wraps the batch sampler, and still finds its `set_epoch`.
     """
 
     def __init__(self, samples: Sequence[Sample], order: BatchOrder, rank: int) -> None:
@@ -216,13 +209,11 @@ class StepTrainer(Trainer):
         return self._loader
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log Trainer's numbers together with those of their step."""
         if "loss" in logs and self._report is not None:
             logs = {**logs, **self._report.metrics}
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Score rollouts, then notify callbacks as Trainer does after an evaluation."""
         metrics = self._scorer(self.state.global_step)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -231,7 +222,6 @@ class StepTrainer(Trainer):
         return metrics
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder for Trainer's checkpoint, which `Checkpoints` renames."""
         return str(self._checkpoints.unfinished)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -576,7 +576,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def the_queue_is_bounded(self) -> None:
         assert self.buffer.packs == self.packs <= LIMIT
-        assert self.buffer.has_ready() == bool(self.held)
+        assert (self.buffer.packs > 0) == bool(self.held)
 
     @invariant()
     def state_has_every_batch_that_is_not_trained_on(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests over servers (section 7 of the contract)."""
+"""Requests over servers (section 7 of the contract), and their seeds (SEED-01)."""
 
 from collections import deque
 from fractions import Fraction
@@ -14,6 +14,9 @@ from learner.rollout.distribution import (
     plan_chunks,
     rank_caps,
     rank_chunk_size,
+    rank_seed_base,
+    request_seed,
+    rollout_seed_base,
 )
 from shared_contracts.errors import ContractError
 
@@ -194,3 +197,24 @@ def test_a_single_rank_sends_equal_servers_what_is_rounded_up(
     sent = [len(chunk) for chunk in plan_chunks(n, caps)]
     per_server = -(-n // servers)
     assert sent == [max(min(per_server, n - i * per_server), 0) for i in range(servers)]
+
+
+@pytest.mark.req("SEED-01", "ARCH-02", "SEED-02")
+@pytest.mark.scenario("Same step produces identical derived rollout seed base")
+def test_the_base_of_a_step_by_hand() -> None:
+    assert rollout_seed_base(123, 7) == 123 + 7 * 1000003
+    assert rollout_seed_base(42, 0) == 42
+    assert rollout_seed_base(2**31 - 1, 1) == 1000002
+
+
+@pytest.mark.req("SEED-01")
+@given(st.integers(0, 2**31 - 1), st.integers(0, 1023), st.integers(0, 511), st.integers(0, 4095))
+def test_a_seed_tells_its_request_so_no_two_requests_share_one(
+    base: int, rank: int, micro: int, req: int
+) -> None:
+    seed = request_seed(rank_seed_base(base, rank), micro, req)
+    assert 1 <= seed <= 2**62
+    rest, found_req = divmod(seed - 1, 4096)
+    rest, found_micro = divmod(rest, 512)
+    found_rank, found_base = divmod(rest, 2**31)
+    assert (found_base, found_rank, found_micro, found_req) == (base, rank, micro, req)

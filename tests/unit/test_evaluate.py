@@ -4,6 +4,7 @@ import io
 import json
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from learner.stages.matching import most_pairs
 from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import read_inputs
-from learner.training.run_log import CallLog, ProgressDisplay
+from learner.training.run_log import ProgressDisplay, log_calls
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample
@@ -292,8 +293,8 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     policy = Policy(backend, RequestSettings("Detect.", None, RequestConfig()))
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
-    parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))
-    calls = parts.calls.write
+    calls = partial(log_calls, tmp_path, 0)
+    parts = RunParts(config, inputs, loaded, optimizer, policy, calls)
     runner = build_runner(parts)
     scorer = build_scorer(config, inputs.val, loaded, policy, calls, SINGLE_PROCESS, runner.source)
     build_trainer(parts, runner, scorer, display).evaluate()

@@ -1,7 +1,5 @@
 """Two evaluations of the same samples, side by side (EVAL-02). Imports no torch.
 
-    answers of both -> counts of each sample -> totals of resampled samples -> intervals
-
 Intervals are those of the paired bootstrap (Efron and Tibshirani, 1993, chapter 13; Koehn, 2004,
 for pairs): a draw takes samples with replacement, the same ones for both evaluations. The interval
 is the middle 95 % of the differences of all draws. It covers the choice of samples, but not the

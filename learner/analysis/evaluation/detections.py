@@ -1,13 +1,9 @@
 """Answers as COCO detections and their average precision (EVAL-01). Imports no torch.
 
-    answers -> CocoFiles   the content of `coco_gt.json` and `coco_preds.json`
-            -> Detected    the numbers of pycocotools
-
 With log-probabilities (`rollout_matching.logprobs`) the score of a detection is the confidence of
 its box (LOGP-01). Without them all scores are 1, and pycocotools ranks detections in the order of
 the data file. Then only the end of the precision-recall curve has a meaning, and AP is about
 precision times recall, averaged over IoU thresholds. Compare AP only between equal rankings.
-Precision, recall and F1 do not depend on the ranking.
 
 Categories are descriptions in Unicode NFC, of ground truths and of predictions. COCO averages over
 categories with ground truth, so AP ignores other predicted categories; such a prediction reduces

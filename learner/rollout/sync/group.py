@@ -1,8 +1,5 @@
 """The learner's part of a weight group: rank 0, which sends (SYNC-03).
 
-    Sender              over sockets (gloo), or NCCL
-    SharedMemorySender  in memory that both sides map, on one machine (ipc)
-
 The wire format is in `shared_contracts.weights`. While one bucket travels, the next one is packed.
 """
 
@@ -84,7 +81,7 @@ def _open_store(body: InitCommunicator, given_up: threading.Event) -> TCPStore:
 
 
 class Sender:
-    """Sends over sockets or NCCL. device: of the buckets."""
+    """Sends over sockets (gloo) or NCCL. device: of the buckets."""
 
     def __init__(self, group: ProcessGroup, body: InitCommunicator, device: torch.device) -> None:
         self._group: ProcessGroup | None = group
@@ -147,7 +144,6 @@ class Sender:
         return len(members) > 1 or members[0].num_bytes < members[0].wire_bytes
 
     def _slots(self, size: int) -> Sequence[Tensor]:
-        """Return the two uint8 tensors that buckets are packed in."""
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], object]:
@@ -155,7 +151,7 @@ class Sender:
 
 
 class SharedMemorySender(Sender):
-    """Sends through memory that the workers map, on the GPU if there is one."""
+    """Sends through memory that the workers map (ipc), on the GPU if there is one."""
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]

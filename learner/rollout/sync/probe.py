@@ -1,11 +1,9 @@
 """The proof of effect: whether a server answers with the weights of the trainer (SYNC-06).
 
-    PROMPTS -> the server's greedy answers with log-probabilities -> one forward of the model over
-    each -> mean difference of the log-probabilities
-
-A digest proves what arrived. This proves what the engines compute with it: names that were swapped,
-a LoRA delta that was not merged, packed copies and caches of old weights. A cache can be stale only
-for a prompt that was asked before the push.
+The server's greedy answers to fixed prompts have log-probabilities, which one forward of the model
+over each answer is compared with. A digest proves what arrived. This proves what the engines
+compute with it: names that were swapped, a LoRA delta that was not merged, packed copies and caches
+of old weights. A cache can be stale only for a prompt that was asked before the push.
 """
 
 import base64
@@ -62,10 +60,7 @@ class WeightsDiffer(RunError):
 
 
 class ProofOfEffect:
-    """Decides which pushes are proven, and compares the answers.
-
-    verify: `off`, `sample` or `full`.
-    """
+    """Decides which pushes are proven, and compares the answers."""
 
     def __init__(self, loaded: LoadedModel, verify: Verify) -> None:
         self._loaded = loaded
@@ -145,7 +140,6 @@ class ProofOfEffect:
 
 
 def probe_call(version: int | None = None) -> InferCall:
-    """Return every prompt in one greedy call, for the weights `version` if given."""
     return InferCall(
         infer_requests=list(prompts().values()),
         request_config=RequestConfig(max_tokens=NEW_TOKENS, return_details=True, logprobs=True),
@@ -166,7 +160,6 @@ def prompts() -> dict[str, RolloutInferRequest]:
 
 
 def _image_url() -> str:
-    """Return a PNG of three shapes on a bright ground."""
     image = Image.new("RGB", (_IMAGE_SIDE, _IMAGE_SIDE), (235, 225, 200))
     pen = ImageDraw.Draw(image)
     pen.rectangle((4, 6, 28, 26), fill=(200, 30, 40))

@@ -1,10 +1,5 @@
 """The tensors of a push, with the names of the checkpoint and the engines' type (SYNC-01).
 
-    MergedWeights     full weights; LoRA and DoRA merged layer by layer, in a copy (SYNC-02)
-    GatheredWeights   full weights of a sharded model
-    AdapterWeights    the adapter alone
-    SyncMode          the adapter, until a push of it fails; then full weights
-
 The model in training does not change. Tied weights appear once, under their first name. Experts,
 which transformers fuses, are sent one by one: engines load them so for every family.
 """
@@ -41,7 +36,7 @@ Adapted = LoraLayer | TrainableTokensLayer
 
 
 class MergedWeights:
-    """All weights of a model, LoRA and DoRA merged; `tensors` has the order of `metadata`."""
+    """All weights of a model, LoRA and DoRA merged layer by layer, in a copy (SYNC-02)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -246,10 +241,7 @@ class SyncMode:
         return "full" if self.adapter is None else "adapter", self.fallback
 
     def adapter_failed(self, error: Exception) -> None:
-        """Note that a push of the adapter failed: from now on full weights are sent.
-
-        Raises ContractError if `fallback_to_full` is false.
-        """
+        """Send full weights from now on. Raises ContractError if `fallback_to_full` is false."""
         failure = f"{type(error).__name__}: {error}"
         if not self._fallback_to_full:
             raise ContractError(

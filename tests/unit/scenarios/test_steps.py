@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from learner.distributed.peers import Peers
 from learner.rollout.policy import Policy, request_settings
 from learner.training.backends import open_backend
 from learner.training.input_checks import read_inputs
-from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
+from learner.training.run_log import ProgressDisplay, log_calls, open_run_folder
 from learner.training.step import StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer
@@ -108,7 +109,9 @@ class Run:
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
         policy = Policy(self.backend, request_settings(config))
-        run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
+        run = RunParts(
+            config, inputs, parts.loaded, optimizer, policy, partial(log_calls, folder, 0)
+        )
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
         self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
         self.trainer.train()
