@@ -9,6 +9,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
+from tests.unit.small_run import config_of as config_of  # a fixture
 from tests.unit.toy_bpe import train_toy_tokenizer
 from tests.unit.trained_run import trained_run as trained_run  # a fixture
 

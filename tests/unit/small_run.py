@@ -2,8 +2,12 @@
 
 import io
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
@@ -12,9 +16,10 @@ from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, RolloutOutput
 
 WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
+ConfigOf = Callable[..., Config]
 
 
-def small_mapping(model: Path, data: ToyData, out: Path, **sections: Any) -> dict[str, Any]:
+def small_mapping(model: Path, data: ToyData, out: Path, /, **sections: Any) -> dict[str, Any]:
     """The demo's warm-up cut down to 3 steps of 4 samples; `sections` are merged over it."""
     small = {
         "model": {"model": str(model)},
@@ -34,8 +39,14 @@ def small_mapping(model: Path, data: ToyData, out: Path, **sections: Any) -> dic
     return merge(merge(load_mapping(WARMUP), small), sections)
 
 
-def small_config(model: Path, data: ToyData, out: Path, **sections: Any) -> Config:
+def small_config(model: Path, data: ToyData, out: Path, /, **sections: Any) -> Config:
     return parse_config(small_mapping(model, data, out, **sections))
+
+
+@pytest.fixture
+def config_of(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> ConfigOf:
+    """`small_config` of a run of the toy model in `tmp_path / "run"`, from its sections."""
+    return partial(small_config, toy_checkpoint, toy_data, tmp_path / "run")
 
 
 def written(*objects: GroundTruthObject) -> str:

@@ -1,6 +1,7 @@
-"""The start-up checks of servers (settings, group port, images) and of FSDP2."""
+"""The start-up checks of backends, of servers (settings, group port, images) and of FSDP2."""
 
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from learner.config import merge, parse_config
+from learner.config import load_mapping, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
-from learner.training.input_checks import Caution, StartUp, Waiting, check_inputs
+from learner.training.input_checks import Caution, StartUp, Waiting, check_backend, check_inputs
 from learner.training.server_checks import check_group_port, describe_server, reach_servers
+from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors, Problem
+from tests.refusals import refused
+from tests.unit.config_faults import CONFIGS, changed
 from tests.unit.scripted_server import (
     INFER,
     ScriptedServer,
@@ -26,21 +29,38 @@ from tests.unit.scripted_server import (
     scripted_server,
 )
 from tests.unit.scripted_server import info as info_of
-from tests.unit.small_run import small_config, small_mapping
+from tests.unit.small_run import ConfigOf
 
-URL = "http://serve-0:8000"
 KEY = "rollout_matching.vllm.server.servers[0].group_port"
+BASE = load_mapping(CONFIGS / "stage2_two_channel" / "base.yaml")
 
 
-def config_of(
-    checkpoint: Path, data: ToyData, folder: Path, server: ScriptedServer | None = None, **vllm: Any
-) -> Config:
-    """server: the only one of the run; vllm: keys beside it."""
+@pytest.fixture
+def samples(config_of: ConfigOf) -> list[Sample]:
+    return read_samples(config_of().data.train_jsonl, allow_poly=False)
+
+
+def served(config_of: ConfigOf, server: ScriptedServer, **vllm: Any) -> Config:
+    """vllm: keys beside the only server of the run."""
     (port,) = free_ports(1)
-    url = URL if server is None else server.base_url
-    servers = {"servers": [{"base_url": url, "group_port": port}]}
-    rollout = {"vllm": {"mode": "server", "server": servers, **vllm}}
-    return small_config(checkpoint, data, folder, rollout_matching=rollout)
+    servers = {"servers": [{"base_url": server.base_url, "group_port": port}]}
+    return config_of(rollout_matching={"vllm": {"mode": "server", "server": servers, **vllm}})
+
+
+@pytest.mark.req("CFG-05", "SYNC-01")
+def test_invalid_vllm_configuration_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.training.input_checks.find_spec", lambda name: None)
+    with refused("rollout_matching.vllm.mode", do="hf"):
+        check_backend(parse_config(changed("rollout_matching.vllm", {}, BASE)), {})
+
+
+@pytest.mark.req("CFG-02")
+def test_runtime_validator_does_not_own_static_key_allowlists(config_of: ConfigOf) -> None:
+    """Once the schema has been passed, no key is refused."""
+    config = config_of()
+    section = config.rollout_matching.model_dump(mode="json")
+    del section["pipeline"]
+    check_inputs(config_of(rollout_matching=section))
 
 
 @pytest.mark.req("DEP-03", "FULL-06")
@@ -53,19 +73,17 @@ def config_of(
     ],
 )
 def test_a_harmless_difference_is_reported_and_the_run_starts(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
+    config_of: ConfigOf,
+    samples: list[Sample],
     keys: dict[str, Any],
     changes: dict[str, Any],
     found: str,
 ) -> None:
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
     lines: list[str] = []
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of().model_copy(update=changes)
         server.routes[INFER] = lambda _: [envelope([1], [1])]
-        config = config_of(toy_checkpoint, toy_data, tmp_path, server, **keys)
+        config = served(config_of, server, **keys)
         (client,) = reach_servers(config, {}, samples, lines.append)
         assert client.base_url == server.base_url
     assert [line for line in lines if found in line] == lines != []
@@ -80,10 +98,10 @@ def test_the_doctor_names_a_replica_that_is_asleep() -> None:
 
 @pytest.mark.req("DEP-03")
 def test_a_server_with_another_transport_is_refused_before_a_model_is_loaded(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf,
 ) -> None:
     with scripted_server() as server:
-        config = config_of(toy_checkpoint, toy_data, tmp_path, server, sync={"transport": "nccl"})
+        config = served(config_of, server, sync={"transport": "nccl"})
         with pytest.raises(
             ContractError, match=r"is gloo, and .*sync\.transport is nccl"
         ) as caught:
@@ -100,10 +118,8 @@ def test_a_taken_group_port_is_refused_with_both_ways_without_it(
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         held.listen()
-        with pytest.raises(ContractError) as caught:
+        with refused(KEY, f"127.0.0.1:{port} is taken", "mode: colocate or rollout_backend: hf"):
             check_group_port(KEY, "http://127.0.0.1:8000", port)
-    assert (caught.value.where, caught.value.found) == (KEY, f"127.0.0.1:{port} is taken")
-    assert "vllm.mode: colocate or rollout_backend: hf" in caught.value.do
     check_group_port(KEY, "http://127.0.0.1:8000", port)
     check_group_port(KEY, "http://127.0.0.1:8000", port)  # it was released
 
@@ -125,9 +141,9 @@ def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
 
 @pytest.mark.req("WIRE-04", "DEP-03")
 def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_model_is_loaded(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf, samples: list[Sample], tmp_path: Path
 ) -> None:
-    first, second, third, *_ = read_samples(toy_data.train_jsonl, allow_poly=False)
+    first, second, third, *_ = samples
     elsewhere, last = tmp_path / "elsewhere" / "0.png", tmp_path / "last" / "0.png"
     samples = [first, replace(second, images=(elsewhere,)), replace(third, images=(last,))]
     with scripted_server() as server:
@@ -137,7 +153,7 @@ def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_mod
         needs_push = problem("push-needed", "it broke", "server")
         answers = chain(2 * [(refused.status, refused)], repeat(needs_push))
         server.routes[INFER] = lambda _: next(answers)
-        config = config_of(toy_checkpoint, toy_data, tmp_path, server)
+        config = served(config_of, server)
         with pytest.raises(ContractErrors) as caught:
             reach_servers(config, {}, samples)
     for error, image in zip(caught.value.errors, (first.images[0], elsewhere), strict=True):
@@ -148,13 +164,12 @@ def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_mod
 
 @pytest.mark.req("DEP-03")
 def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf, samples: list[Sample]
 ) -> None:
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of()
         server.routes[INFER] = lambda _: problem("push-needed", "it broke", "server")
-        config = config_of(toy_checkpoint, toy_data, tmp_path, server)
+        config = served(config_of, server)
         run = StartUp(config, {}, samples=samples)
         checks = {check.name: check for check in server_checks.server_checks(run)}
         with pytest.raises(Waiting, match="waits for servers"):
@@ -168,10 +183,10 @@ def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
 # --- FSDP2 ------------------------------------------------------------------------------
 
 
-HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12}}
-OFFLOAD = {
-    "rollout_matching": {"offload": {"enabled": True, "offload_model": True}, "max_new_tokens": 12}
-}
+HF = {"rollout_matching": {"rollout_backend": "hf"}}
+COLOCATED = {"mode": "colocate", "server": None}
+OFFLOAD = {"enabled": True, "offload_model": True}
+OFFLOADED = {"rollout_matching": {"vllm": COLOCATED, "offload": OFFLOAD}}
 CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
 
@@ -185,28 +200,14 @@ LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
         (1, {}, "one learner process"),
         (2, LORA, "tuner.train_type lora"),
         (2, HF | CHANNEL_B, "rollout_backend hf"),
-        (2, OFFLOAD | CHANNEL_B, "rollout_matching.offload"),
+        (2, OFFLOADED | CHANNEL_B, "rollout_matching.offload"),
     ],
     ids=["channel A", "hf without channel B", "one process", "lora", "hf", "offload"],
 )
 def test_sharding_of_a_model_that_has_to_be_whole_is_refused(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    processes: int,
-    changes: dict[str, Any],
-    named: str | None,
+    config_of: ConfigOf, processes: int, changes: dict[str, Any], named: str | None
 ) -> None:
-    mapping = merge(small_mapping(toy_checkpoint, toy_data, tmp_path / "run"), changes)
-    if "rollout_matching" in changes:
-        mapping["rollout_matching"] = changes["rollout_matching"]
-    mapping["training"]["data_parallel"] = "fsdp2"
-    config, environment = parse_config(mapping), {"WORLD_SIZE": str(processes)}
-    if named is None:
-        check_inputs(config, environment)
-        return
-    with pytest.raises(ContractError) as caught:
-        check_inputs(config, environment)
-    assert caught.value.where == "training.data_parallel"
-    assert caught.value.do.startswith("Set it to ddp")
-    assert named in caught.value.found
+    config = config_of(training={"data_parallel": "fsdp2"}, **changes)
+    refusal = refused("training.data_parallel", named, "Set it to ddp") if named else nullcontext()
+    with refusal:
+        check_inputs(config, {"WORLD_SIZE": str(processes)})
