@@ -112,13 +112,7 @@ def fleet_of(
     clients = [RolloutClient(one.server.base_url, timeout_s=60.0) for one in rollouts]
     journal, clock = Journal(), PausedClock()
     backend = ServerPool(
-        clients,
-        pushers,
-        decode_batch_size,
-        journal,
-        differences,
-        clock=clock,
-        **options,
+        clients, pushers, decode_batch_size, journal, differences, clock=clock, **options
     )
     backend.connect()
     backend.push_weights(1)

@@ -52,7 +52,7 @@ _FAMILIES: dict[str, ToyFamily] = {
 }
 WIDTHS = {size: int(text["hidden_size"]) for size, text in _TEXT.items()}
 _ROPE: dict[ToyFamily, dict[str, Any]] = {
-    "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 }
 _ROPE_OF_OTHERS = {"rope_theta": 5e6, "mrope_section": [24, 20, 20]}
 _PATCHES = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}

@@ -29,10 +29,7 @@ from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_config
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-TUNERS = {
-    "lora": {**LORA, "train_coordinate_rows": False},
-    "dora": {**LORA, "use_dora": True},
-}
+TUNERS = {"lora": {**LORA, "train_coordinate_rows": False}, "dora": {**LORA, "use_dora": True}}
 
 
 def trained(model: Path, data: ToyData, folder: Path, **sections: Any) -> Path:

@@ -10,12 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from learner.runs.atomic_files import (
-    append_line,
-    publish_directory,
-    publish_text,
-    writing,
-)
+from learner.runs.atomic_files import append_line, publish_directory, publish_text, writing
 from shared_contracts.errors import RunError
 
 FULL = Path("/dev/full")

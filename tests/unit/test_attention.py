@@ -16,11 +16,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.models.attention import (
-    attention_of,
-    packed_attention,
-    packed_bounds,
-)
+from learner.models.attention import attention_of, packed_attention, packed_bounds
 from learner.models.load import LoadedModel
 from learner.models.packed_forward import check_packing, packed_forward
 from learner.models.toy import ToyFamily, make_model

@@ -60,9 +60,7 @@ def rows(table: str, title: str) -> list[str]:
     return [cell.strip() for cell in found.split("|")[1:-1]]
 
 
-def test_an_arm_is_compared_with_channel_a_at_equal_steps_and_at_equal_time(
-    tmp_path: Path,
-) -> None:
+def test_an_arm_is_compared_with_channel_a_at_equal_steps_and_at_equal_time(tmp_path: Path) -> None:
     found = experiment(tmp_path)
     assert sorted(found) == [("a_alone", 0), ("a_alone", 1), ("clean", 0), ("clean", 1)]
     run, alone = found["clean", 0], found["a_alone", 0]

@@ -169,12 +169,7 @@ def test_a_polygon_counts_where_polygons_are_allowed(
 @pytest.mark.req("ROLL-01", "RES-16")
 @pytest.mark.parametrize(
     ("kept", "more", "theirs"),
-    [
-        (-1, [65], "65 'b'"),
-        (5, [], "no token"),
-        (0, [], "no token"),
-        (None, [65, 66], "65 'b'"),
-    ],
+    [(-1, [65], "65 'b'"), (5, [], "no token"), (0, [], "no token"), (None, [65, 66], "65 'b'")],
     ids=["another token", "shorter", "nothing", "longer"],
 )
 def test_other_prompt_ids_of_the_server_stop_the_step(

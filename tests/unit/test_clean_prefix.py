@@ -21,13 +21,7 @@ from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON, CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
-from learner.types import (
-    AssessedRollout,
-    GroundTruthObject,
-    Role,
-    Sample,
-    Target,
-)
+from learner.types import AssessedRollout, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, ROOF, coords, encode, entry, pieces, text_of
 from tests.unit.config_faults import changed
 from tests.unit.small_run import rollout

@@ -15,18 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from learner.rollout import client as client_module
-from learner.rollout.client import (
-    RolloutClient,
-    ServerUnreachable,
-    may_pass,
-    needs_push,
-)
-from shared_contracts.errors import (
-    PROBLEM_TITLES,
-    ContractError,
-    Problem,
-    ProblemError,
-)
+from learner.rollout.client import RolloutClient, ServerUnreachable, may_pass, needs_push
+from shared_contracts.errors import PROBLEM_TITLES, ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -398,11 +388,7 @@ FAULTS = [
     ],
 )
 def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
-    server: ScriptedServer,
-    monkeypatch: pytest.MonkeyPatch,
-    route: str,
-    reply: Reply,
-    found: str,
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, route: str, reply: Reply, found: str
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 100_000)
     server.routes[route] = lambda _: reply

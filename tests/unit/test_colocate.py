@@ -317,10 +317,7 @@ class StandIn(ServerProcess):
 
 @contextmanager
 def supervised(
-    folder: Path,
-    lives: int,
-    pauses_s: Sequence[float],
-    clock: Callable[[], float] = time.monotonic,
+    folder: Path, lives: int, pauses_s: Sequence[float], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[SupervisedServer]:
     (port,) = free_ports(1)
     server = SupervisedServer(lambda: StandIn(folder, port, lives), 60.0, pauses_s, clock)

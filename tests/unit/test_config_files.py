@@ -126,11 +126,7 @@ def test_extends_merges_mappings_and_replaces_lists_whole(tmp_path: Path) -> Non
     written(tmp_path / "base.yaml", "a: {b: 1, c: {d: 2, e: 3}}\nlist: [1, 2, 3]\nkept: 1\n")
     written(tmp_path / "mid.yaml", "extends: base.yaml\na: {c: {e: 4}}\n")
     leaf = written(tmp_path / "sub" / "leaf.yaml", "extends: ../mid.yaml\na: {b: x}\nlist: [9]\n")
-    assert load_mapping(leaf) == {
-        "a": {"b": "x", "c": {"d": 2, "e": 4}},
-        "list": [9],
-        "kept": 1,
-    }
+    assert load_mapping(leaf) == {"a": {"b": "x", "c": {"d": 2, "e": 4}}, "list": [9], "kept": 1}
 
 
 @pytest.mark.req("CFG-04")

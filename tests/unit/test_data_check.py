@@ -15,14 +15,7 @@ from learner.data.checkpoint import SampleLengths, TokenLimits
 from learner.data.jsonl import DataFile, read_samples
 from learner.data.toy import ToyData, make_data
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import (
-    box,
-    lengths_of,
-    line,
-    paint,
-    paint_all,
-    write_lines,
-)
+from tests.unit.data_files import box, lengths_of, line, paint, paint_all, write_lines
 from tests.unit.small_run import small_mapping
 from tests.unit.test_learner_cli import command
 

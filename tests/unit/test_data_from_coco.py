@@ -176,9 +176,7 @@ def test_annotations_of_which_no_object_comes_are_refused(folder: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_images_that_no_run_could_read_are_left_out_with_their_annotations(
-    tmp_path: Path,
-) -> None:
+def test_images_that_no_run_could_read_are_left_out_with_their_annotations(tmp_path: Path) -> None:
     paint(tmp_path / "good.png", SIZE)
     paint(tmp_path / "small.png", (64, 48))
     (tmp_path / "text.png").write_text("no image")

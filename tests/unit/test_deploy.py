@@ -393,12 +393,7 @@ def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeu
         ({"CHECKPOINT": ""}, 1, "CHECKPOINT", set()),
         ({"YAML": "gone.yaml"}, 2, "the YAML has faults", set()),
         ({"SERVER_FAILS": "1"}, 1, "the servers did not start", {"srun", "rollout-server"}),
-        (
-            {"LEARNER_EXIT": "3"},
-            3,
-            "",
-            {"srun", "rollout-server", "torchrun", "umask", "server"},
-        ),
+        ({"LEARNER_EXIT": "3"}, 3, "", {"srun", "rollout-server", "torchrun", "umask", "server"}),
     ],
     ids=["nodes", "no checkpoint", "no YAML", "servers fail", "learner fails"],
 )

@@ -21,12 +21,7 @@ from learner.models.flops import DeviceUse
 from learner.models.gpus import GPUS, Gpu, gpu_named
 from learner.models.load import load_model
 from learner.operate.estimate import Estimate, Serving, estimate
-from learner.operate.step_cost import (
-    StepCost,
-    longest_pack,
-    meta_model,
-    step_costs,
-)
+from learner.operate.step_cost import StepCost, longest_pack, meta_model, step_costs
 from learner.training.channels import recipe_of
 from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
 from learner.training.input_checks import read_inputs

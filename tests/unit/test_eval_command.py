@@ -82,9 +82,7 @@ def test_model_and_data_come_from_the_config_or_the_options(
 
 
 @pytest.mark.req("SYNC-01")
-def test_full_weights_are_pushed_and_training_is_not_set_up(
-    mapping: dict[str, Any],
-) -> None:
+def test_full_weights_are_pushed_and_training_is_not_set_up(mapping: dict[str, Any]) -> None:
     """Servers that only got an adapter would answer with whatever they had loaded."""
     served = {"rollout_matching": {"rollout_backend": "vllm", "vllm": ADAPTERS}}
     trained = {"training": {"data_parallel": "fsdp2"}}

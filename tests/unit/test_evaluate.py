@@ -19,12 +19,7 @@ from typer.testing import CliRunner
 
 from learner.analysis.evaluation.comparison import Compared, compare, find_answers
 from learner.analysis.evaluation.folder import ANSWERS, Scored, write_evaluation
-from learner.analysis.evaluation.scores import (
-    ScoredAnswer,
-    Scores,
-    assess_by_name,
-    evaluate,
-)
+from learner.analysis.evaluation.scores import ScoredAnswer, Scores, assess_by_name, evaluate
 from learner.cli import app
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -100,10 +95,7 @@ def test_hit_needs_place_and_description(toy_tokenizer: PreTrainedTokenizerFast)
             [(f"{{{entry(1, 'cat', CAT_BOX)}}}", [CAT]), ("{}", [CAT, DOG]), ("garbage", [DOG])],
             (1, 4, 1, 1, 0),
         ),
-        (
-            [(f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', CAT_BOX)}}}", [CAT])],
-            (2, 1, 1, 1, 0),
-        ),
+        ([(f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', CAT_BOX)}}}", [CAT])], (2, 1, 1, 1, 0)),
         ([(f"{{{entry(1, 'cat', CAT_BOX[:3])}}}", [CAT])], (0, 1, 0, 0, 1)),
         ([(f"{{{entry(1, 'bird!', (0, 0, 560, 999))}}}", [BIRD])], (1, 1, 1, 1, 0)),
         ([(f"{{{entry(1, 'bird!', (0, 0, 440, 999))}}}", [BIRD])], (1, 1, 0, 0, 0)),

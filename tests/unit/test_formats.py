@@ -21,12 +21,7 @@ from learner.stages.formats.compact import COMPACT
 from learner.stages.formats.coord_json import COORD_JSON, serialize_append, serialize_objects
 from learner.stages.formats.objects_array import CLOSING, HEAD, OBJECTS_ARRAY
 from learner.stages.matching import match_objects
-from learner.stages.targets import (
-    TargetUnreadable,
-    assess,
-    build_ground_truth_target,
-    with_target,
-)
+from learner.stages.targets import TargetUnreadable, assess, build_ground_truth_target, with_target
 from learner.stages.tokens import IM_END, Tokenizer, encode_answer, token_table
 from learner.training.checkpoint_checks import check_taught_format
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample
