@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -11,21 +14,23 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.models.attention import attention_of, packed_attention, packed_bounds
+from learner.models.attention import Patches, attention_of, packed_attention, packed_bounds
 from learner.models.load import LoadedModel
 from learner.models.packed_forward import check_packing, packed_forward
+from learner.models.packs import IMAGE, Pack
 from learner.models.toy import ToyFamily, make_model
+from learner.objectives.logit_stats import Supervision
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.device_waits import Waits, counting_waits, on_device
-from tests.unit.fake_step import put_on_fakes, step_model
+from tests.unit.fake_step import HostValues, put_on_fakes, step_model
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
 from tests.unit.small_run import small_mapping
 from tests.unit.tensor_shapes import Shapes, as_on_cuda
@@ -34,26 +39,18 @@ from tests.unit.toy_learner import ToyLearner
 pytestmark = pytest.mark.req("FULL-01")
 
 LORA = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}
-
-
 Load = Callable[..., LoadedModel]
 
 
 @pytest.fixture
 def load(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Load:
     """The toy model by a small run's config with these sections."""
-
     return partial(load_small, toy_checkpoint, toy_data, tmp_path)
 
 
 @pytest.fixture
 def loaded(load: Load) -> LoadedModel:
     return load()
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 def of_lengths(lengths: list[int], heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -159,6 +156,98 @@ def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: li
         (len(pack), text.num_attention_heads): text.num_hidden_layers,
         (len(pack.pixel_values), vision.num_heads): vision.depth,
     }
+
+
+# --- What a GPU would be waited for: tensors of the device are fake, those of the host real
+
+
+_aten = torch.ops.aten
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}
+
+
+class Waits(HostValues):
+    """Counts, by function, what asks for a value of the device: a number, or where a mask is true.
+
+    mixed: operations between tensors of the device and of the host, which a GPU refuses.
+    operations: all on tensors of the device.
+    """
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__(images)
+        self.asked: Counter[str] = Counter()
+        self.mixed: set[str] = set()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, Tensor)]
+        on_device = [isinstance(each, FakeTensor) for each in tensors]
+        if any(on_device):
+            self.operations.add(func._schema.name)
+            if func is _aten._local_scalar_dense.default or _searches(func, args):
+                self.asked[_asking()] += 1
+            here = [t for t, there in zip(tensors, on_device, strict=True) if not there]
+            if any(each.ndim for each in here) and func not in _COPIES:
+                self.mixed.add(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _searches(func: Any, args: Any) -> bool:
+    """Whether how many elements a mask has decides the shape of what comes out."""
+    if func in (_aten.nonzero.default, _aten.masked_select.default):
+        return True
+    if "index" not in str(func):
+        return False
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices)
+
+
+def _asking() -> str:
+    """The function whose value is asked for, nearest to the operation and outside of torch."""
+    for frame, _ in traceback.walk_stack(None):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "_engine_run_backward":
+            return "backward"
+        if "/torch/" not in file and not file.endswith(("test_attention.py", "fake_step.py")):
+            return name
+    raise AssertionError("no function outside of torch")
+
+
+def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
+    """As `Pack.to` has it, with fakes for what is moved."""
+
+    def moved(part: Supervision) -> Supervision:
+        found = {f.name: getattr(part, f.name) for f in fields(part)}
+        fakes = {k: mode.from_tensor(v) for k, v in found.items() if isinstance(v, Tensor)}
+        return replace(part, **fakes)
+
+    values: dict[str, Any] = {}
+    there = pack.to(torch.device("meta"))
+    for name, part in vars(there).items():
+        own = getattr(pack, name)
+        if isinstance(part, Tensor):
+            values[name] = mode.from_tensor(own) if part.is_meta else own
+        elif isinstance(part, Supervision):
+            values[name] = moved(own)
+        elif isinstance(part, Patches):
+            values[name] = replace(
+                own,
+                rows={k: mode.from_tensor(row) for k, row in own.rows.items()},
+                frames=replace(own.frames, bounds=mode.from_tensor(own.frames.bounds)),
+                window_index=None if own.windows is None else mode.from_tensor(own.window_index),
+                windows=own.windows
+                and replace(own.windows, bounds=mode.from_tensor(own.windows.bounds)),
+            )
+    return replace(pack, **values)
+
+
+@contextmanager
+def counting_waits(pack: Pack) -> Iterator[tuple[FakeTensorMode, Waits]]:
+    """Within the block floats are fake; see `tests.unit.fake_step.faked`."""
+    mode, waits = FakeTensorMode(allow_non_fake_inputs=True), Waits(pack.mm_token_types == IMAGE)
+    with mode, waits, as_on_cuda():
+        yield mode, waits
 
 
 def deep(checkpoint: Path, folder: Path) -> Path:
