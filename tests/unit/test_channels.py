@@ -18,9 +18,9 @@ from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import AnswerFault, GroundTruthObject, Role, RolloutOutput, Sample, Shape
-from shared_contracts.errors import ContractError
 from tests.unit.answers import entry
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
+from tests.unit.refusals import refused
 from tests.unit.small_run import small_config, written
 from tests.unit.toy_learner import PROMPT, ToyLearner
 
@@ -181,14 +181,11 @@ def test_other_prompt_ids_of_the_server_stop_the_step(
     other = replace(answer, prompt_token_ids=own[:kept] + more)
     position = len(own[:kept])
     ours = f"{own[position]} " if position < len(own) else "no token, "
-    with pytest.raises(ContractError) as caught:
-        answering.channel.segments([answering.scene], [other])
     place = f"prompt of {answering.scene.sample_id}, position {position}"
-    assert caught.value.where == place
-    assert f"the learner has {ours}" in caught.value.found
-    assert f"the server {theirs}" in caught.value.found
-    assert f"lengths {len(own)} and {len(other.prompt_token_ids)}" in caught.value.found
-    assert "chat template" in caught.value.do
+    lengths = f"lengths {len(own)} and {len(other.prompt_token_ids)}"
+    found = f"the learner has {ours}.*the server {theirs}.*{lengths}"
+    with refused(place, found, "chat template"):
+        answering.channel.segments([answering.scene], [other])
 
 
 @pytest.mark.req("LOSS-02", "MET-02", "MET-03")
@@ -265,6 +262,5 @@ def test_channel_a_teaches_the_annotation_and_names_a_sample_it_cannot_teach(
     assert not segment.has_dropped
     assert segment.sample_id == scene.sample_id
     broken = replace(scene, objects=(replace(CAT, desc="a <|im_end|> cat"), DOG))
-    with pytest.raises(ContractError) as caught:
+    with refused(scene.sample_id):
         channel.segments([scene, broken])
-    assert caught.value.where == scene.sample_id
