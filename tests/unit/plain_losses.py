@@ -156,12 +156,7 @@ class Plain:
         return atoms
 
     def _terms(
-        self,
-        module: ObjectiveModule,
-        first: Tensor,
-        last: Tensor | None,
-        final: Tensor,
-        at: Tensor,
+        self, module: ObjectiveModule, first: Tensor, last: Tensor | None, final: Tensor, at: Tensor
     ) -> Iterator[tuple[str, float]]:
         coord = "loss/A2_coord" if self.channel == "A" else "loss/B_coord"
         if module.name == "duplicate_ul":

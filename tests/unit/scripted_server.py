@@ -183,10 +183,7 @@ def problem(kind: str, detail: str, where: str) -> tuple[int, Problem]:
 
 def health(version: int = 0) -> Health:
     return Health(
-        state="READY",
-        weights_version=version,
-        server_epoch="epoch-1",
-        replicas=[replica(0)],
+        state="READY", weights_version=version, server_epoch="epoch-1", replicas=[replica(0)]
     )
 
 
@@ -229,11 +226,7 @@ def info(
 
 
 def envelope(
-    token_ids: list[int],
-    prompt_ids: list[int],
-    seed: int | None = None,
-    text: str = "",
-    n: int = 1,
+    token_ids: list[int], prompt_ids: list[int], seed: int | None = None, text: str = "", n: int = 1
 ) -> RolloutEnvelope:
     """One element of an `/infer/` answer with details, `n` times the same choice."""
     usage = Usage(

@@ -14,12 +14,7 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.operate import launch
-from learner.operate.launch import (
-    LaunchOptions,
-    addresses_here,
-    plan_launch,
-    split_devices,
-)
+from learner.operate.launch import LaunchOptions, addresses_here, plan_launch, split_devices
 from learner.rollout import server_process
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.training.input_checks import check_inputs

@@ -1,4 +1,7 @@
-"""The learner's command line on bad input: three parts, exit code 2, nothing expensive."""
+"""The learner's command line on bad input, and what imports what.
+
+Errors have three parts and exit code 2. Heavy packages are loaded late.
+"""
 
 import inspect
 import json
@@ -299,3 +302,52 @@ def test_a_server_without_adapters_is_refused_only_where_they_are_pushed(
     run.set(rollout_matching__decode_batch_size=12)
     errors = errors_against(run, info(max_num_seqs=11))
     assert [key for _, key, _ in errors] == ["max_num_seqs", *refused]
+
+
+# --- Imports
+
+
+ENGINES = {"torch", "vllm", "transformers", "fastapi"}
+
+WITHOUT_TORCH = [
+    "learner.config",
+    "learner.types",
+    "learner.rollout.distribution",
+    "learner.stages.formats.coord_json",
+    "learner.stages.matching",
+    "learner.stages.packing",
+    "learner.stages.schedule",
+    "learner.stages.targets",
+    "learner.stages.tokens",
+    "learner.stages.transport_plan",
+]
+
+
+def loaded_by(modules: list[str], packages: set[str] = ENGINES) -> set[str]:
+    """Those of `packages` that a fresh interpreter has loaded after it imported `modules`."""
+    program = f"import sys, {', '.join(modules)}\nprint(*{packages!r} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.req("ARCH-01")
+def test_shared_contracts_loads_pydantic_alone() -> None:
+    files = (ROOT / "shared_contracts").glob("*.py")
+    modules = [f"shared_contracts.{path.stem}" for path in files if path.stem != "__init__"]
+    assert "shared_contracts.errors" in modules
+    others = {"httpx", "learner", "numpy", "pydantic", "rollout_server", "ruamel", "yaml"}
+    assert loaded_by(modules, ENGINES | others) == {"pydantic"}
+
+
+@pytest.mark.req("ARCH-01")
+def test_the_server_loads_vllm_with_its_engines_alone() -> None:
+    modules = ["rollout_server.engines.vllm", "rollout_server.http.app", "rollout_server.serve"]
+    assert loaded_by(modules, {"vllm"}) == set()
+
+
+@pytest.mark.req("ARCH-02")
+@pytest.mark.scenario("Shared parsing contract is importable without trainer class dependency")
+def test_the_stages_load_without_torch() -> None:
+    assert loaded_by(WITHOUT_TORCH) == set()

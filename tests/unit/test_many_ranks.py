@@ -29,12 +29,7 @@ from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
-from shared_contracts.infer import (
-    ChoiceLogprobs,
-    InferCall,
-    RequestConfig,
-    RolloutEnvelope,
-)
+from shared_contracts.infer import ChoiceLogprobs, InferCall, RequestConfig, RolloutEnvelope
 from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import CommunicatorReady, DtypeName, InitCommunicator, SyncReport
 from tests.unit.fleets import Fleet, S, differences, scripted_rollouts, wait_until

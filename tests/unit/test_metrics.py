@@ -216,10 +216,6 @@ def test_processes_log_sums_maxima_and_quotients_of_sums(tmp_path: Path) -> None
     from torch.multiprocessing.spawn import spawn
 
     spawn(combine, (tmp_path,), nprocs=2)
-    expected = {
-        "rollout/gen_new_tokens_p99": 7.0,
-        f"{B}/matched": 4.0,
-        f"{B}/match_rate": 0.5,
-    }
+    expected = {"rollout/gen_new_tokens_p99": 7.0, f"{B}/matched": 4.0, f"{B}/match_rate": 0.5}
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected

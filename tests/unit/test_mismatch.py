@@ -104,10 +104,7 @@ def compared(learner: ToyLearner, segments: Sequence[Segment]) -> Mismatch:
 @pytest.mark.req("PACK-04")
 @pytest.mark.parametrize("rows", [None, CHUNK], ids=["one chunk", "chunks"])
 def test_kept_tokens_of_a_pack_are_compared_with_a_log_softmax_of_whole_logits(
-    learner: ToyLearner,
-    samples: list[Sample],
-    rows: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    learner: ToyLearner, samples: list[Sample], rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows is not None:
         monkeypatch.setattr(logit_stats, "HEAD_ELEMENTS", rows * VOCABULARY)

@@ -1,19 +1,26 @@
-"""Losses and gradients of a pack are those of its segments, forwarded one by one."""
+"""A segment of a pack has the loss, gradients and logits that it has alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import set_seed
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
+from learner.models.attention import attention_of
 from learner.models.load import LoadedModel, load_model
-from learner.models.packs import Segment, make_pack
+from learner.models.packed_forward import check_packing
+from learner.models.packs import Segment, make_pack, make_segment
 from learner.models.self_context import SelfContext
 from learner.runs.metrics import rollout_payload
 from learner.types import Channel, Sample
+from shared_contracts.errors import ContractError
 from tests.unit.answers import entry
+from tests.unit.loaded_models import loaded_from
 from tests.unit.mixed_samples import box
 from tests.unit.small_run import small_mapping, written
 from tests.unit.toy_learner import ToyLearner, sharpened, with_awake_adapters
@@ -96,3 +103,60 @@ def test_segments_add_up_to_their_pack(
         assert own > 0, name
         assert difference < 1e-5 * largest, name
         assert difference < 1e-4 * own, name
+
+
+# --- refusals
+
+
+class Spoilt(nn.Module):
+    """A model with a fault.
+
+    leaks, bounds: it loses the text row of the position ids, or the bounds of the segments.
+    nan: its logits are no numbers.
+    """
+
+    def __init__(self, inner: nn.Module, fault: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fault = fault
+
+    def forward(self, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if self.fault == "bounds":
+            kwargs = {k: v for k, v in kwargs.items() if not k.startswith(("cu_seq", "max_len"))}
+        leaks = self.fault == "leaks"
+        output = self.inner(position_ids=position_ids[1:] if leaks else position_ids, **kwargs)
+        if self.fault == "nan":
+            output.logits.fill_(torch.nan)
+        return output
+
+
+@pytest.mark.req("PACK-04")
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        *((fault, r"training\.packing") for fault in ("leaks", "bounds")),
+        ("nan", r"model\.model: the model's logits are NaN"),
+    ],
+)
+def test_the_start_up_check_refuses_a_model_that_leaks(
+    toy_checkpoint: Path, fault: str, found: str
+) -> None:
+    model: Any = loaded_from(toy_checkpoint).model
+    model.set_attn_implementation(attention_of("auto" if fault == "bounds" else "sdpa"))
+    check_packing(model)
+    with pytest.raises(ContractError, match=found):
+        check_packing(Spoilt(model, fault))
+
+
+@pytest.mark.req("APPEND-03")
+@pytest.mark.scenario("Supervision indices are validated against assistant span")
+def test_an_index_outside_the_assistant_span_stops_the_step(
+    toy_checkpoint: Path, samples: list[Sample]
+) -> None:
+    loaded = loaded_from(toy_checkpoint)
+    good, *_ = ToyLearner(loaded).channel_a.segments(samples)
+    group = good.target.coord_groups[0]
+    outside = group._replace(positions=(*group.positions[:3], len(good.target.token_ids)))
+    broken = replace(good.target, coord_groups=[outside])
+    with pytest.raises(ContractError, match=r"s0.*supervised index"):
+        make_segment(loaded.inner, "s0", good.prompt, broken, has_dropped=False)

@@ -225,10 +225,7 @@ def lengths_of(packs: list[list[Item]]) -> list[list[int]]:
 
 
 def step(
-    *,
-    capacity: int = CAPACITY,
-    min_fill: float = 0.5,
-    packing: bool = True,
+    *, capacity: int = CAPACITY, min_fill: float = 0.5, packing: bool = True
 ) -> StepPacker[Item, list[Item]]:
     given = {"packing": packing, "packing_min_fill_ratio": min_fill}
     training = load_config(WARMUP).training.model_copy(update=given)

@@ -38,12 +38,7 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
     ids = encode(tokenizer, "{" + entry(7, "red dog", (1, 2, 3, 4)) + "}")
     parsed = parse_rollout(ids, tokenizer)
     (found,) = parsed.objects
-    assert (found.key, found.index, found.kind, found.desc) == (
-        "object_7",
-        7,
-        "bbox_2d",
-        "red dog",
-    )
+    assert (found.key, found.index, found.kind, found.desc) == ("object_7", 7, "bbox_2d", "red dog")
     assert found.coords == [1, 2, 3, 4]
     coord_ids = token_table(tokenizer).vocab.ids
     assert [ids[i] for i in found.coord_token_indices] == [coord_ids[k] for k in (1, 2, 3, 4)]
@@ -251,14 +246,7 @@ def test_an_answer_is_read_in_order_and_cut_behind_its_last_complete_object(
 @pytest.mark.req("PARSE-05")
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        " \n",
-        "no brace",
-        "<|im_end|>{}",
-        "Sure: {" + entry(1) + "}",
-        "\u00a0{" + entry(1) + "}",
-    ],
+    ["", " \n", "no brace", "<|im_end|>{}", "Sure: {" + entry(1) + "}", "\u00a0{" + entry(1) + "}"],
 )
 def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_brace(
     tokenizer: PreTrainedTokenizerFast, text: str
@@ -328,13 +316,7 @@ def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_bef
 
 @pytest.mark.req("PARSE-04", "LOSS-01")
 @pytest.mark.parametrize(
-    "invalid",
-    [
-        '"object_1"',
-        '"object_1":',
-        '"object_1" none',
-        '"object_1": 5 "loose"',
-    ],
+    "invalid", ['"object_1"', '"object_1":', '"object_1" none', '"object_1": 5 "loose"']
 )
 def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
     tokenizer: PreTrainedTokenizerFast, invalid: str

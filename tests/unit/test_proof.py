@@ -148,8 +148,7 @@ def test_an_answer_counts_up_to_its_first_token_of_an_image(
 
 
 @pytest.mark.parametrize(
-    ("verify", "proven"),
-    [("off", []), ("sample", [1, 101, 201]), ("full", list(range(1, 251)))],
+    ("verify", "proven"), [("off", []), ("sample", [1, 101, 201]), ("full", list(range(1, 251)))]
 )
 def test_pushes_that_are_proven(verify: Verify, proven: list[int]) -> None:
     proof = ProofOfEffect(cast(Any, None), verify)

@@ -54,8 +54,7 @@ def test_pauses_grow() -> None:
 
 @pytest.mark.req("DIST-05", "RES-26")
 @pytest.mark.parametrize(
-    ("fault", "names_proxy"),
-    [(S.hang_up, True), (S.gateway_timeout, True), (S.not_ready, False)],
+    ("fault", "names_proxy"), [(S.hang_up, True), (S.gateway_timeout, True), (S.not_ready, False)]
 )
 def test_calls_that_a_proxy_may_have_cut_name_the_ways_out(fault: Fault, names_proxy: bool) -> None:
     with fleet(2) as run:

@@ -111,9 +111,7 @@ def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 
 
 @pytest.mark.req("REPLAY-01", "MET-03")
 @pytest.mark.parametrize(
-    "kind",
-    [{}, {"stage2_ab": {"channel_b": {"prefix": "clean"}}}],
-    ids=["verbatim", "clean"],
+    "kind", [{}, {"stage2_ab": {"channel_b": {"prefix": "clean"}}}], ids=["verbatim", "clean"]
 )
 def test_every_step_of_a_run_is_rebuilt_bit_for_bit(
     make_run: MakeRun, kind: dict[str, Any]

@@ -24,12 +24,7 @@ from learner.analysis.report.answers import (
 )
 from learner.analysis.report.page import Tile
 from learner.analysis.report.run_page import plots, renew, reported, thinned, write_report
-from learner.analysis.report.run_view import (
-    RunView,
-    evaluations_of,
-    headline,
-    tiles,
-)
+from learner.analysis.report.run_view import RunView, evaluations_of, headline, tiles
 from learner.commands.run import report as report_command
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
 from shared_contracts.errors import ContractError, RunError
@@ -310,10 +305,7 @@ B_RATIO_0 = {"stage2_ab": {"schedule": {"b_ratio": 0.0}}}
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (
-            MadeRun(Path(), [step_line(1, "A")], sections=B_RATIO_0),
-            "No answers are logged",
-        ),
+        (MadeRun(Path(), [step_line(1, "A")], sections=B_RATIO_0), "No answers are logged"),
         (MadeRun(Path()), "No step is logged yet."),
         (MadeRun(Path()), "resolved_config.yaml --checkpoint CHECKPOINT --data FILE"),
         (replace(made(Path()), answers=[]), "No answers are logged"),

@@ -1,4 +1,4 @@
-"""The log of rollouts: one line per answer. A run folder reads it back."""
+"""The log of rollouts: one line per answer. A run folder reads it back. The record of calls."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
+from learner.rollout.backend import Journal
+from learner.rollout.client import RolloutClient
+from learner.rollout.policy import Policy, RequestSettings
+from learner.rollout.server_pool import ServerPool
 from learner.runs.rollout_log import LoggedAnswer, LoggedTarget, RolloutLog, folded, unfolded
 from learner.runs.run_folder import RunFolder
 from learner.stages.formats.coord_json import parse_rollout
@@ -18,6 +22,10 @@ from learner.stages.matching import match_objects
 from learner.stages.targets import build_target
 from learner.types import AssessedRollout, GroundTruthObject, Place, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
+from shared_contracts.infer import RequestConfig
+from shared_contracts.rollout_config import ServerAddress
+from tests.unit.fleets import fleet
+from tests.unit.scripted_server import ScriptedPusher
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("dög", Shape("bbox_2d", (500, 500, 900, 900)))
@@ -178,3 +186,36 @@ def test_an_answer_without_a_required_field_is_refused(
     file.write_text(json.dumps(record) + "\n")
     with pytest.raises(ContractError, match="StepAnswer match Field required"):
         RunFolder.open(folder).answers(0)
+
+
+# --- the record of calls
+
+
+@pytest.mark.req("SEED-02")
+def test_server_mode_logs_reproducibility_metadata() -> None:
+    with fleet(2) as run:
+        urls = [one.server.base_url for one in run.rollouts]
+        servers = [ServerAddress(base_url=url, group_port=51216 + i) for i, url in enumerate(urls)]
+        journal = Journal(servers, lambda: ("full", None))
+        clients = [RolloutClient(url, timeout_s=60.0) for url in urls]
+        pushers = [ScriptedPusher(one) for one in run.rollouts]
+        backend = ServerPool(clients, pushers, 8, journal)
+        asking = RequestSettings("Detect.", None, RequestConfig(max_tokens=9))
+        backend.connect()
+        policy = Policy(backend, asking)
+        policy.push()
+        policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(4)], seed=1000)
+        record, _ = policy.take_notes()
+        policy.close()
+    assert record["servers"] == [server.model_dump(mode="json") for server in servers]
+    assert (record["sync_mode"], record["sync_fallback"]) == ("full", None)
+    assert record["weights_version"] == 2
+    assert [push["version"] for push in record["pushes"]] == [2, 2]
+    assert {(call["attempt"], call["outcome"]) for call in record["calls"]} == {(1, "answered")}
+    assert json.loads(json.dumps(record)) is not None
+    calls = sorted(record["calls"], key=lambda call: int(call["first"]))
+    assert [(c["server"], c["first"], c["count"], c["seed"]) for c in calls] == [
+        (servers[0].base_url, 0, 2, 1000),
+        (servers[1].base_url, 2, 2, 1002),
+    ]
+    assert record["decoding"] == {"max_tokens": 9}

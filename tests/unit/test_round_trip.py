@@ -33,15 +33,7 @@ from learner.types import (
     Shape,
     Target,
 )
-from tests.unit.answers import (
-    BIRD,
-    CAT,
-    DESCRIPTIONS,
-    DOG,
-    ROOF,
-    encode,
-    text_of,
-)
+from tests.unit.answers import BIRD, CAT, DESCRIPTIONS, DOG, ROOF, encode, text_of
 
 FUZZ = settings(suppress_health_check=list(HealthCheck))
 ORDERS: st.SearchStrategy[FieldOrder] = st.sampled_from(["desc_first", "geometry_first"])

@@ -18,8 +18,8 @@ from learner.training.input_checks import Caution, StartUp, Waiting, check_backe
 from learner.training.server_checks import check_group_port, describe_server, reach_servers
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors, Problem
-from tests.refusals import refused
 from tests.unit.config_faults import CONFIGS, changed
+from tests.unit.refusals import refused
 from tests.unit.scripted_server import (
     INFER,
     ScriptedServer,

@@ -28,17 +28,7 @@ from learner.stages.targets import (
 from learner.stages.tokens import IM_END, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
 from learner.types import FieldOrder, GroundTruthObject, MatchResult, Role, Sample, Shape, Target
-from tests.unit.answers import (
-    BIRD,
-    CAT,
-    DOG,
-    ROOF,
-    coords,
-    encode,
-    entry,
-    pieces,
-    text_of,
-)
+from tests.unit.answers import BIRD, CAT, DOG, ROOF, coords, encode, entry, pieces, text_of
 from tests.unit.config_faults import ALIGNED, WARMUP
 from tests.unit.small_run import rollout
 

@@ -40,9 +40,7 @@ def reporting(mapping: dict[str, Any], *trackers: str) -> Config:
 
 
 @pytest.mark.req("CFG-09")
-def test_missing_tracker_is_refused_before_anything_is_loaded(
-    mapping: dict[str, Any],
-) -> None:
+def test_missing_tracker_is_refused_before_anything_is_loaded(mapping: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match="pip install azureml-sdk") as caught:
         check_inputs(reporting(mapping, "tensorboard", "azure_ml"))
     assert caught.value.where == "training.report_to[1]"

@@ -1,31 +1,37 @@
 """Whole short runs on the CPU without a server: channel A, and channel B answered by the model."""
 
+import io
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing import event_accumulator
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.config import load_config, merge, parse_config
+from learner.config.schema import Config
 from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData, make_data
+from learner.data.toy import make_data
+from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.families.qwen_vl import QWEN_VL
-from learner.models.load import load_model
+from learner.models.load import LoadedModel, load_model
 from learner.models.toy import make_model
 from learner.rollout.distribution import request_seed, rollout_seed_base
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
+from learner.training.train import train_as
 from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError, RunError
-from tests.unit.small_run import metric_lines, run_quietly, small_config
+from tests.unit.small_run import ConfigOf, metric_lines, run_quietly
 from tests.unit.trained_run import STEPS, TrainedRun
 
 
@@ -103,11 +109,11 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
 
 
 def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf,
 ) -> None:
     rates = {"learning_rate": 3e-4, "vit_lr": 0.0, "aligner_lr": 1e-4, "weight_decay": 0.1}
     betas = {"adam_beta1": 0.8, "adam_beta2": 0.7}
-    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=rates | betas)
+    config = config_of(training=rates | betas)
     model = load_model(config).model
     groups = build_optimizer(model, config.training).param_groups
     assert {group["betas"] for group in groups} == {(0.8, 0.7)}
@@ -138,12 +144,11 @@ def umask() -> Iterator[int]:
 
 @pytest.mark.req("RUN-01", "MET-03")
 def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, umask: int
+    config_of: ConfigOf, tmp_path: Path, umask: int
 ) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
     training = {"max_steps": 1, "save_steps": 1}
-    out = tmp_path / "run"
-    run_quietly(small_config(toy_checkpoint, toy_data, out, training=training, tuner=tuner))
+    run_quietly(config_of(training=training, tuner=tuner))
     make_model(tmp_path / "model", 0, tie=True)
     paths = list(tmp_path.rglob("*"))
     assert {path.suffix for path in paths} >= {".safetensors", ".pt", ".html", ".jsonl", ".yaml"}
@@ -153,7 +158,7 @@ def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    toy_checkpoint: Path, config_of: ConfigOf, tmp_path: Path
 ) -> None:
     """Its loss is finite, because logits are bounded (LOSS-04)."""
     model = shutil.copytree(toy_checkpoint, tmp_path / "model")
@@ -162,7 +167,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     training = {"packing": False, "save_steps": 1}
     with pytest.raises(RunError, match=r"step 1: the gradient's norm is nan"):
-        run_quietly(small_config(model, toy_data, tmp_path / "run", training=training))
+        run_quietly(config_of(training=training, model={"model": str(model)}))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -216,3 +221,53 @@ def test_every_rollout_aligned_step_is_channel_b_and_the_evaluation_scores_all_h
     held_out = read_samples(data.val_jsonl, allow_poly=True)
     (scores,) = [line for line in lines if "eval/f1" in line]
     assert scores["eval/ground_truths"] == sum(len(sample.objects) for sample in held_out)
+
+
+# --- mixed precision: products in 16 bits, weights and reductions in 32
+
+
+class Seen:
+    """The types of a run's products, and of what each forward returns to the losses.
+
+    proved: of the logits of the check of packing, which runs before (PACK-04).
+    """
+
+    def __init__(self) -> None:
+        self.products: set[torch.dtype] = set()
+        self.returned: set[torch.dtype] = set()
+        self.proved: set[torch.dtype] = set()
+
+    def load(self, config: Config) -> LoadedModel:
+        loaded = load_model(config)
+        for module in loaded.model.modules():
+            if isinstance(module, nn.Linear) and module.out_features < 1000:
+                module.register_forward_hook(lambda _, __, found: self.products.add(found.dtype))
+        loaded.model.register_forward_hook(self._note)
+        return loaded
+
+    def _note(self, _: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output.logits, Tensor):
+            self.proved.add(output.logits.dtype)
+            return
+        parts = [part for part in output.logits if isinstance(part, Tensor)]
+        tensors = [part for part in parts if part.is_floating_point()]
+        assert tensors
+        self.returned |= {tensor.dtype for tensor in tensors}
+
+
+@pytest.mark.req("FULL-03", "PACK-04")
+def test_a_run_in_16_bits_trains_float32_weights_by_float32_statistics(config_of: ConfigOf) -> None:
+    seen, short = Seen(), {"max_steps": 1, "save_strategy": "no"}
+    config = config_of(training=short, model={"torch_dtype": "bfloat16"})
+    console = Console(file=io.StringIO())
+    trainer = train_as(SINGLE_PROCESS, config, check_inputs(config), [], console, seen.load)
+    assert seen.products == {torch.bfloat16}
+    assert seen.returned == {torch.float32}
+    assert seen.proved == {torch.bfloat16}
+    assert trainer.model is not None
+    assert trainer.optimizer is not None
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    moments = [v for state in trainer.optimizer.state.values() for v in state.values()]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert trainer.accelerator.mixed_precision == "no"
+    assert not hasattr(trainer.model, "_original_forward"), "accelerate has wrapped it"

@@ -153,12 +153,7 @@ def polygons(draw: st.DrawFn) -> Shape:
 
 
 @pytest.mark.req("RES-19", "OT-01")
-@given(
-    shape=polygons(),
-    cost=COSTS,
-    first=st.integers(0, 31),
-    backwards=st.booleans(),
-)
+@given(shape=polygons(), cost=COSTS, first=st.integers(0, 31), backwards=st.booleans())
 def test_a_right_polygon_is_taught_as_it_is_wherever_its_truth_begins(
     shape: Shape, cost: TransportCost, first: int, backwards: bool
 ) -> None:

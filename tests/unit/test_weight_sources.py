@@ -1,7 +1,9 @@
-"""What a push sends: full weights, merged and gathered ones, adapters; and when it sends which."""
+"""What a push sends, and when: full weights, merged and gathered, or adapters; its digests."""
 
 import copy
 import logging
+import random
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load, load_file
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,14 +26,9 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
 from learner.rollout.sync.group import pack_bucket
-from learner.rollout.sync.weights import (
-    AdapterWeights,
-    GatheredWeights,
-    MergedWeights,
-    SyncMode,
-)
+from learner.rollout.sync.weights import AdapterWeights, GatheredWeights, MergedWeights, SyncMode
 from shared_contracts.errors import ContractError
-from shared_contracts.weights import AdapterMeta, DtypeName
+from shared_contracts.weights import AdapterMeta, DtypeName, digest, meet, positions_of
 
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
@@ -195,11 +193,7 @@ def test_experts_are_sent_as_transformers_saves_them(tmp_path: Path) -> None:
 def test_an_adapter_is_sent_as_peft_saves_it_with_its_rank_scale_and_kind(
     toy: PreTrainedModel, use_dora: bool, tmp_path: Path
 ) -> None:
-    kind: dict[str, Any] = {
-        "lora_alpha": 12,
-        "use_dora": use_dora,
-        "use_rslora": not use_dora,
-    }
+    kind: dict[str, Any] = {"lora_alpha": 12, "use_dora": use_dora, "use_rslora": not use_dora}
     model = adapted(toy, target_modules=["q_proj", "qkv"], init_lora_weights=False, **kind)
     model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -256,3 +250,61 @@ def test_the_sources_of_a_model() -> None:
     assert SyncMode.of(adapted, "adapter", True).state() == ("adapter", None)
     with pytest.raises(ContractError, match="tuner"):
         SyncMode.of(plain, "adapter", True)
+
+
+# --- the digest of a bucket, and the handshake before a group
+
+
+def defined(words: list[int]) -> int:
+    """The digest by its definition, as a signed number."""
+    total = sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def digest_of(words: list[int]) -> int:
+    tensor = torch.tensor(words, dtype=torch.int64)
+    return int(digest(tensor, torch.arange(positions_of(len(words)))))
+
+
+def some_words(count: int) -> list[int]:
+    draw = random.Random(count)
+    return [draw.randrange(-(2**63), 2**63) for _ in range(count)]
+
+
+@pytest.mark.req("SYNC-06")
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_001])
+def test_a_digest_is_that_of_its_definition(count: int) -> None:
+    words = some_words(count)
+    assert digest_of(words) == defined(words)
+
+
+@pytest.mark.req("SYNC-06")
+@pytest.mark.parametrize("bit", [0, 63])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 10_000])
+def test_a_flipped_bit_and_words_that_trade_places_are_seen(bit: int, place: int) -> None:
+    """Bit 63 is the sign. The distances are those of a word, a row, and to the tail."""
+    words = some_words(10_001)
+    flipped = list(words)
+    flipped[place] ^= -(2**63) if bit == 63 else 2**bit
+    assert digest_of(flipped) != digest_of(words)
+    for other in (1, 4096, 10_000):
+        traded = list(words)
+        traded[place], traded[other] = words[other], words[place]
+        assert (digest_of(traded) == digest_of(words)) == (place == other)
+
+
+@pytest.mark.req("FULL-07", "SYNC-04")
+def test_ranks_that_are_missing_are_named() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        meet(HashStore(), 1, 4, 0.1)
+    missing = "learner (rank 0), engine worker (rank 2), engine worker (rank 3): missing for 0.1 s"
+    assert str(caught.value) == missing
+
+
+@pytest.mark.req("FULL-07", "SYNC-04")
+def test_a_rank_whose_group_is_given_up_stops_waiting() -> None:
+    given_up = threading.Event()
+    with ThreadPoolExecutor(1) as ranks:
+        waiting = ranks.submit(meet, HashStore(), 0, 2, 3600.0, given_up.is_set)
+        given_up.set()
+        assert isinstance(waiting.exception(60.0), ConnectionAbortedError)
