@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
