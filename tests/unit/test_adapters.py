@@ -28,8 +28,8 @@ from rollout_server.engines.merge import merge, with_merged_model
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.checkpoints import ADAPTER, checkpoint_chain
 from shared_contracts.errors import ContractError, RunError
-from tests.unit.refusals import refused
-from tests.unit.small_run import run_quietly, small_config, small_mapping
+from tests.refusals import refused
+from tests.unit.small_run import ConfigOf, run_quietly, small_config, small_mapping
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 DORA = {**LORA, "use_dora": True}
@@ -290,10 +290,8 @@ def test_a_push_of_full_weights_carries_trained_rows(
 
 
 @pytest.mark.req("SYNC-01")
-def test_trained_rows_are_pushed_in_full_weights(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    loaded = load_model(small_config(toy_checkpoint, toy_data, tmp_path, tuner=LORA))
+def test_trained_rows_are_pushed_in_full_weights(config_of: ConfigOf) -> None:
+    loaded = load_model(config_of(tuner=LORA))
     mode = SyncMode.of(loaded.model, "adapter", fallback_to_full=True)
     assert mode.adapter is None
     assert "tuner.train_coordinate_rows" in str(mode.fallback)
@@ -311,9 +309,9 @@ def test_trained_rows_are_pushed_in_full_weights(
     ids=["not wanted", "lora of embeddings", "full"],
 )
 def test_rows_are_left_alone_where_that_is_wanted_and_said(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, tuner: dict[str, Any], warned: bool
+    config_of: ConfigOf, tuner: dict[str, Any], warned: bool
 ) -> None:
-    loaded = load_model(small_config(toy_checkpoint, toy_data, tmp_path, tuner=tuner))
+    loaded = load_model(config_of(tuner=tuner))
     assert not rows_of(loaded)
     assert any("look untrained" in note for note in loaded.notes) == warned
 

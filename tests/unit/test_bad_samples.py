@@ -19,8 +19,8 @@ from learner.operate.eval_plan import plan_evaluation
 from learner.training.input_checks import check_inputs
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
+from tests.refusals import refused
 from tests.unit.data_files import LYING, paint
-from tests.unit.refusals import refused
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 pytestmark = pytest.mark.req("DATA-01", "STEP-02")
@@ -225,5 +225,5 @@ def test_a_description_that_the_answer_format_cannot_have_is_refused_before_the_
     edit(data.train_jsonl, 7, objects=[{"desc": "red\nbox", "bbox_2d": [1, 2, 3, 4]}])
     mapping = small_mapping(toy_checkpoint, data, tmp_path / "run")
     check_inputs(parse_config(mapping))
-    with refused(f"{data.train_jsonl}:7", r'"red\\nbox" has "\\n", which ends an ent'):
+    with refused(f"{data.train_jsonl}:7", r'"red\nbox" has "\n", which ends an ent'):
         check_inputs(parse_config(merge(mapping, {"custom": {"answer_format": "compact"}})))

@@ -22,7 +22,6 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import GroupCall, WeightStatus
 from tests.unit.fleets import PausedClock
-from tests.unit.refusals import refused
 from tests.unit.scripted_server import (
     INFER,
     HangUp,
@@ -122,8 +121,11 @@ def test_server_that_cannot_be_pushed_to_is_reported_with_what_to_do(
     server.routes[HEALTH] = lambda _: reply
     url, clock = server.base_url.replace("127.0.0.1", host), PausedClock()
     client = RolloutClient(url, _LIMIT_S, clock=clock)
-    with refused(f"GET {url}/health/", found, do):
+    with pytest.raises(ContractError) as caught:
         client.wait_until_pushable()
+    assert caught.value.where == f"GET {url}/health/"
+    assert re.search(found, caught.value.found)
+    assert re.search(do, caught.value.do)
     assert bool(clock.pauses) is waits
     assert clock.now == 0 or _LIMIT_S <= clock.now < _LIMIT_S + max(clock.pauses)
 

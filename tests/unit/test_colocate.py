@@ -43,9 +43,9 @@ from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
+from tests.refusals import refused
 from tests.unit.fleets import wait_until
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.refusals import refused
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
@@ -100,7 +100,7 @@ def test_visible_gpus_are_those_that_cuda_shows(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55", r"a part of a GPU \(MIG\)"),
+        ("MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55", "a part of a GPU (MIG)"),
         ("NVIDIA H100", "no id and no UUID"),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_the_server_cannot_load_is_refused(
     with refused("model.model", "there is no folder"):
         check_inputs(config)
     shutil.copytree(toy_checkpoint, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    with refused("model.model", r"holds no \*\.safetensors file"):
+    with refused("model.model", "holds no *.safetensors file"):
         check_inputs(config)
 
 
@@ -453,7 +453,7 @@ def test_page_locked_memory_that_cannot_be_had_names_the_key_and_a_way_out(
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(torch, "empty_like", refuse)
-    found = r"24 bytes \(CUDA error: out of memory\)"
+    found = "24 bytes (CUDA error: out of memory)"
     with refused("rollout_matching.offload.enabled", found, "vllm.mode to server"):
         Offload(nn.Linear(2, 3, device="meta"), None)
 

@@ -15,8 +15,8 @@ from learner.config.schema import resolved_sync_mode
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.training.input_checks import read_inputs
+from tests.refusals import refused
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
-from tests.unit.refusals import refused
 
 SERVER = WARMUP["rollout_matching"]["vllm"]["server"]
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}

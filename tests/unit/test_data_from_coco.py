@@ -19,8 +19,8 @@ from learner.data.toy import make_data
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
+from tests.refusals import refused
 from tests.unit.data_files import paint, paint_all
-from tests.unit.refusals import refused
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02", "IO-01")
 
@@ -147,13 +147,13 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
     assert found == [BINS, [500, 500, 999, 999], [0, 500, 500, 999], [500, 0, 999, 500]]
     annotations[0] |= {"bbox": stated[0]}
     source = read_coco(written(folder, document), folder)
-    with refused("--boxes", "4 of 5 boxes leave their images.*as xyxy 0$"):
+    with refused("--boxes", "4 of 5 boxes leave their images, and as xyxy 0"):
         convert(source, out, scale=scale)
     assert convert(source, out, scale=scale, corners="xywh").objects == 4
 
 
 def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:
-    with refused("--scale", "no number of 5 boxes is above 1", r"--scale 0\.\.1"):
+    with refused("--scale", "no number of 5 boxes is above 1", "--scale 0..1"):
         converted(folder, *[cat(0.1, 0.1, 0.5, 0.5 + n / 9) for n in range(5)])
 
 

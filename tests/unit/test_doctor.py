@@ -38,7 +38,7 @@ from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.weights import CommunicatorReady
 from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
-from tests.unit.small_run import small_config, small_mapping
+from tests.unit.small_run import ConfigOf, small_mapping
 
 URL = "http://serve-0:8000"
 
@@ -46,8 +46,8 @@ pytestmark = pytest.mark.req("DEP-03")
 
 
 @pytest.fixture
-def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
-    return small_config(toy_checkpoint, toy_data, tmp_path / "run")
+def config(config_of: ConfigOf) -> Config:
+    return config_of()
 
 
 def finding_of(run: Callable[[], str]) -> CheckResult:
@@ -226,13 +226,10 @@ def test_push_waits_for_the_other_checks(
 
 
 @pytest.mark.slow
-def test_run_without_servers_is_examined(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_run_without_servers_is_examined(config_of: ConfigOf) -> None:
     own = {"vllm": {"mode": "colocate", "server": None}}
     ratio = {"schedule": {"b_ratio": 0.5}}
-    config = small_config(toy_checkpoint, toy_data, tmp_path, stage2_ab=ratio, rollout_matching=own)
-    findings = list(examine(config))
+    findings = list(examine(config_of(stage2_ab=ratio, rollout_matching=own)))
     found = by_check(findings)
     rows = found["coordinate rows"]
     assert "look untrained" in rows.found

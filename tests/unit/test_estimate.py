@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,20 +39,12 @@ from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_step, fake_steps, step_model
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.plain_accelerator import PlainAccelerator
-from tests.unit.small_run import small_config, small_mapping
+from tests.unit.small_run import ConfigOf, small_mapping
 
 pytestmark = pytest.mark.req("FULL-05")
 
 LORA = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "train_coordinate_rows": False}
 H100 = gpu_named("H100")
-Changed = Callable[..., Config]
-
-
-@pytest.fixture
-def changed(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Changed:
-    """A small run with these sections."""
-    small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
-    return lambda **sections: parse_config(merge(small, sections))
 
 
 @pytest.fixture
@@ -85,9 +76,9 @@ def real_peak(config: Config, samples: list[Sample]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tuner", "count"), [({"train_type": "full"}, 8), (LORA, 4)])
 def test_memory_is_that_of_a_real_step(
-    changed: Changed, samples: list[Sample], tuner: dict[str, Any], count: int
+    config_of: ConfigOf, samples: list[Sample], tuner: dict[str, Any], count: int
 ) -> None:
-    config = changed(tuner=tuner, global_max_length=1000)
+    config = config_of(tuner=tuner, global_max_length=1000)
     faked = fake_step(config, samples[:count], "A", device="cpu")
     real = real_peak(config, samples[:count])
     assert faked.working == pytest.approx(real, rel=0.1)
@@ -95,9 +86,9 @@ def test_memory_is_that_of_a_real_step(
     assert found.total == pytest.approx(found.total - found.working + real, rel=0.1)
 
 
-def test_states_are_those_of_a_real_model(changed: Changed, samples: list[Sample]) -> None:
+def test_states_are_those_of_a_real_model(config_of: ConfigOf, samples: list[Sample]) -> None:
     for tuner in ({"train_type": "full"}, LORA):
-        config = changed(tuner=tuner)
+        config = config_of(tuner=tuner)
         cost = step_costs(config, meta_model(config), samples[:1])["A"]
         weights = list(load_model(config).model.parameters())
         trained = sum(w.numel() for w in weights if w.requires_grad)
@@ -178,9 +169,9 @@ def estimate_of(
     return Estimate(config, gpu, processes, 8, {"A": cost}, 1, pushed, 0, served)
 
 
-def test_step_time_is_packs_and_update(changed: Changed) -> None:
+def test_step_time_is_packs_and_update(config_of: ConfigOf) -> None:
     """`test_gpu_profiles.py` has messages of FSDP2, and pushes."""
-    found = estimate_of(changed(), COST)
+    found = estimate_of(config_of(), COST)
     assert found.step_s(COST) == pytest.approx(1.1)
     assert found.mfu(COST) == pytest.approx(10e12 / (1.1 * 989e12))
     assert found.step_s(replace(COST, flops=989e12)) == pytest.approx(3.1)
@@ -217,14 +208,14 @@ def test_groups_count_each_answer_and_the_starting_model(
     assert of_group(4, 0.1, LORA).costs["B"].start == 0, "the adapters are disabled"
 
 
-def test_estimate_that_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None:
+def test_estimate_that_does_not_fit_is_refused_with_the_numbers(config_of: ConfigOf) -> None:
     small = gpu_named("rtx4090")
-    found = estimate_of(changed(), COST, SERVED, small, pushed=30 * 2**30)
+    found = estimate_of(config_of(), COST, SERVED, small, pushed=30 * 2**30)
     (server,) = [error for error in found.refusals() if error.where != "--gpu"]
     assert (found.sequences, server.where) == (0, "rollout_matching.vllm")
     assert "30 GiB of weights" in server.found
     large = replace(COST, weights=30 * 2**30, working=0)
-    (learner,) = estimate_of(changed(), large, gpu=small).refusals()
+    (learner,) = estimate_of(config_of(), large, gpu=small).refusals()
     assert "22.1 GiB of the RTX4090 can be used" in learner.found
 
 
@@ -233,12 +224,12 @@ def test_estimate_that_does_not_fit_is_refused_with_the_numbers(changed: Changed
     ("offload", "kept"), [(None, 30), ("offload_optimizer", 10), ("offload_model", 20)]
 )
 def test_kept_states_must_fit_beside_a_working_server(
-    changed: Changed, offload: str | None, kept: int
+    config_of: ConfigOf, offload: str | None, kept: int
 ) -> None:
     cost = replace(COST, gradients=10 * 2**30, moments=20 * 2**30)
     vllm = {"mode": "colocate", "server": None, "gpu_memory_utilization": 0.6}
     moves = {"enabled": True, offload: True} if offload else {}
-    config = changed(rollout_matching={"vllm": vllm, "offload": moves})
+    config = config_of(rollout_matching={"vllm": vllm, "offload": moves})
     found = estimate_of(config, cost, SERVED)
     assert found.kept == kept * 2**30
     assert found.left == pytest.approx((0.92 - 0.6) * 80 * 2**30)
@@ -308,9 +299,9 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     ids=["full", "lora", "unrolled"],
 )
 def test_flops_of_a_pack_are_those_of_its_operations(
-    changed: Changed, samples: list[Sample], tuner: dict[str, Any], context: dict[str, Any]
+    config_of: ConfigOf, samples: list[Sample], tuner: dict[str, Any], context: dict[str, Any]
 ) -> None:
-    config = changed(tuner=tuner, stage2_ab=context, global_max_length=1000)
+    config = config_of(tuner=tuner, stage2_ab=context, global_max_length=1000)
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
     pack, _ = longest_pack(config, recipe.channel_a.segments(samples[:4]))
@@ -321,7 +312,7 @@ def test_flops_of_a_pack_are_those_of_its_operations(
 
 @pytest.mark.req("FULL-09")
 def test_step_logs_tokens_memory_and_use_of_a_known_gpu(
-    changed: Changed, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    config_of: ConfigOf, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Known(DeviceUse):
         def __init__(self, device: torch.device) -> None:
@@ -329,9 +320,9 @@ def test_step_logs_tokens_memory_and_use_of_a_known_gpu(
             self.gpu = Gpu("slow", 1, 1e9, 1.0, 1.0, 1.0)
 
     def step() -> dict[str, float]:
-        loaded = load_model(changed())
+        loaded = load_model(config_of())
         loaded.model.train()
-        runner = StepRunner(changed(), recipe_of(changed(), loaded), None)
+        runner = StepRunner(config_of(), recipe_of(config_of(), loaded), None)
         _, report = runner.run(loaded.model, samples[:4], 0, PlainAccelerator())
         return report.metrics
 
@@ -397,11 +388,8 @@ def test_engine_leaves_room_for_a_push(total: float, largest: float, share: floa
 
 
 @pytest.mark.req("FULL-06")
-def test_context_of_a_run_follows_from_its_longest_prompt(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    schedule = {"schedule": {"b_ratio": 0.5}}
-    config = small_config(toy_checkpoint, toy_data, tmp_path, stage2_ab=schedule)
+def test_context_of_a_run_follows_from_its_longest_prompt(config_of: ConfigOf) -> None:
+    config = config_of(stage2_ab={"schedule": {"b_ratio": 0.5}})
     samples = read_inputs(config).train
     measure = lengths_of_run(config)
     longest = max(measure.prompt(sample) for sample in samples)
@@ -413,6 +401,5 @@ def test_context_of_a_run_follows_from_its_longest_prompt(
     served = estimate(config, samples, H100, 1).served
     assert served is not None
     assert served.context == context
-    vllm = {"max_model_len": 99}
-    stated = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching={"vllm": vllm})
+    stated = config_of(rollout_matching={"vllm": {"max_model_len": 99}})
     assert context_of_run(stated, samples) == 99

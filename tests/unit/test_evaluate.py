@@ -22,7 +22,6 @@ from learner.analysis.evaluation.folder import ANSWERS, Scored, write_evaluation
 from learner.analysis.evaluation.scores import ScoredAnswer, Scores, assess_by_name, evaluate
 from learner.cli import app
 from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import load_model
 from learner.rollout.backend import Call, Journal, RolloutBackend
@@ -41,7 +40,7 @@ from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, encode, entry
 from tests.unit.eval_answers import DATA, answers, box
 from tests.unit.scripted_server import report
-from tests.unit.small_run import rollout, small_config
+from tests.unit.small_run import ConfigOf, rollout
 from tests.unit.toy_bpe import train_toy_tokenizer
 
 CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
@@ -252,14 +251,14 @@ class Scripted(RolloutBackend):
 
 @pytest.mark.req("EVAL-01")
 def test_evaluations_are_greedy_although_rollouts_are_sampled(
-    toy_checkpoint: Path, toy_data: ToyData, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    config_of: ConfigOf, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     sampled = {
         "decode_mode": "sampling",
         "decoding": {"temperature": 0.7, "top_p": 0.95},
         "eval_detection": {"greedy": True},
     }
-    config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=sampled)
+    config = config_of(rollout_matching=sampled)
     backend = Scripted([encode(toy_tokenizer, "{}")])
     policy = Policy(backend, request_settings(config))
     logged: list[dict[str, Any]] = []
@@ -274,9 +273,9 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
 
 @pytest.mark.req("SEED-02", "SYNC-10", "DIST-05", "MET-01")
 def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
-    toy_checkpoint: Path, toy_data: ToyData, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    config_of: ConfigOf, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    config = small_config(toy_checkpoint, toy_data, tmp_path)
+    config = config_of(training={"output_dir": str(tmp_path)})
     inputs, loaded = read_inputs(config), load_model(config)
     journal = Journal([ServerAddress(base_url="http://a:1", group_port=7)])
     journal.call(Call("http://a:1", 0, 4, 7, 2, "answered"))

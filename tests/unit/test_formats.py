@@ -27,6 +27,7 @@ from learner.training.checkpoint_checks import check_taught_format
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids
+from tests.refusals import refused
 from tests.unit.answers import (
     CAT,
     DOG,
@@ -55,7 +56,6 @@ from tests.unit.format_readers import (
 )
 from tests.unit.parse_invariants import check_parsed
 from tests.unit.reference_parser import read_symbols
-from tests.unit.refusals import refused
 from tests.unit.small_run import rollout
 
 
@@ -480,7 +480,7 @@ def test_a_checkpoint_of_a_run_with_another_format_is_refused(
         if taught in (None, name):
             check_taught_format(checkpoint, name, "model.model")
             continue
-        found = f"as {taught}.* custom.answer_format is {name}"
+        found = f"as {taught} ({tmp_path / RESOLVED}), and custom.answer_format is {name}"
         with refused("--checkpoint", found, "learner export"):
             check_taught_format(checkpoint, name, "--checkpoint")
 
