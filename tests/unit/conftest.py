@@ -1,4 +1,4 @@
-"""Tokenizers that the tests of the pure stages share."""
+"""Tokenizers and samples that tests share."""
 
 from importlib.resources import files
 
@@ -6,10 +6,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
 from learner.stages.tokens import COORD_BINS, IM_END, coord_token
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.small_run import config_of as config_of  # a fixture
+from tests.unit.small_run import run_yaml as run_yaml  # a fixture
 from tests.unit.toy_bpe import train_toy_tokenizer
 from tests.unit.trained_run import trained_run as trained_run  # a fixture
 
@@ -40,3 +43,9 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     """Samples that differ in all that a pack has to keep apart."""
     return mixed_samples(tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="session")
+def scenes(toy_data: ToyData) -> list[Sample]:
+    """The 24 samples of `toy_data` to train on."""
+    return read_samples(toy_data.train_jsonl, allow_poly=False)

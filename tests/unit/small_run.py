@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner.config import load_mapping, merge, parse_config
+from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.stages.formats.coord_json import serialize_objects
@@ -17,6 +17,7 @@ from learner.types import GroundTruthObject, RolloutOutput
 
 WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 ConfigOf = Callable[..., Config]
+RunYaml = Callable[..., Path]
 
 
 def small_mapping(model: Path, data: ToyData, out: Path, /, **sections: Any) -> dict[str, Any]:
@@ -47,6 +48,19 @@ def small_config(model: Path, data: ToyData, out: Path, /, **sections: Any) -> C
 def config_of(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> ConfigOf:
     """`small_config` of a run of the toy model in `tmp_path / "run"`, from its sections."""
     return partial(small_config, toy_checkpoint, toy_data, tmp_path / "run")
+
+
+@pytest.fixture
+def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> RunYaml:
+    """Writes what `config_of` gives to `tmp_path / "run.yaml"`."""
+
+    def write(**sections: Any) -> Path:
+        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "run", **sections)
+        path = tmp_path / "run.yaml"
+        path.write_text(dump_mapping(mapping), encoding="utf-8")
+        return path
+
+    return write
 
 
 def written(*objects: GroundTruthObject) -> str:

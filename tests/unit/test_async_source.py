@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
@@ -204,8 +203,8 @@ def parts(config: Config) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def samples(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
+def samples(scenes: list[Sample]) -> list[Sample]:
+    return scenes[:N_SAMPLES]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any, get_args
 import pytest
 
 from learner.config import parse_config
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
 from learner.models.packs import Segment, make_pack
@@ -37,10 +36,9 @@ def loaded(
 
 
 @pytest.fixture(scope="module")
-def scene(toy_data: ToyData) -> Sample:
+def scene(scenes: list[Sample]) -> Sample:
     """A scene whose annotation is CAT and DOG, whatever its image shows."""
-    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
-    return replace(sample, objects=(CAT, DOG))
+    return replace(scenes[0], objects=(CAT, DOG))
 
 
 class Answering(ToyLearner):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from learner.config import Config, merge, parse_config
 from learner.config.load import EMPTY_SECTIONS
 from learner.config.schema import resolved_sync_mode
-from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
 from learner.training.input_checks import read_inputs
+from learner.types import Sample
 from tests.refusals import refused
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
 
@@ -205,9 +204,9 @@ def test_a_variant_has_its_pipeline_its_channels_and_its_shapes() -> None:
 @pytest.mark.req("RES-02", "DATA-01")
 @pytest.mark.scenario("GT poly fails fast")
 def test_polygons_are_samples_of_the_rollout_aligned_variant_alone(
-    tmp_path: Path, toy_checkpoint: Path, toy_data: ToyData
+    tmp_path: Path, toy_checkpoint: Path, scenes: list[Sample]
 ) -> None:
-    image = read_samples(toy_data.train_jsonl, allow_poly=False)[0].images[0]
+    image = scenes[0].images[0]
     poly = {"desc": "roof", "poly": [0, 0, 9, 0, 9, 9]}
     record = {"images": [str(image)], "width": 64, "height": 64, "objects": [poly]}
     file = tmp_path / "poly.jsonl"

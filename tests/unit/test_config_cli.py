@@ -1,7 +1,6 @@
 """`learner config show` and `check`, and the origin of every value (CFG-10)."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from typer.testing import CliRunner, Result
 from learner.cli import app
 from learner.config import dump_mapping, load_config, load_mapping, merge
 from learner.config.load import show_config
-from learner.data.toy import ToyData
 from tests.unit.config_faults import CONFIGS, SHIPPED, config_name, written
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import RunYaml
 
 pytestmark = pytest.mark.req("CFG-10")
 
@@ -120,20 +118,7 @@ def test_check_reports_every_problem_of_every_file_with_its_line(tmp_path: Path)
 # --- The files that a YAML names --------------------------------------------------------
 
 
-@pytest.fixture
-def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Callable[..., Path]:
-    """Writes the YAML of a run of the toy model, with sections changed."""
-
-    def write(**sections: Any) -> Path:
-        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
-        return written(tmp_path / "run.yaml", dump_mapping(merge(mapping, sections)))
-
-    return write
-
-
-def test_check_reports_every_missing_file_with_its_line(
-    run_yaml: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_check_reports_every_missing_file_with_its_line(run_yaml: RunYaml, tmp_path: Path) -> None:
     good = cli("config", "check", run_yaml())
     assert (good.exit_code, good.stdout) == (0, f"{tmp_path / 'run.yaml'}: valid\n")
     assert not (tmp_path / "run").exists()
@@ -183,7 +168,7 @@ TUNER = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
     ids=["modules that are not there", "modules that are there", "a tied head"],
 )
 def test_check_reads_the_checkpoint(
-    run_yaml: Callable[..., Path], sections: dict[str, Any], errors: int, message: str
+    run_yaml: RunYaml, sections: dict[str, Any], errors: int, message: str
 ) -> None:
     done = cli("config", "check", run_yaml(**sections))
     assert (done.exit_code, done.stderr.count("error: ")) == (2 if errors else 0, errors)

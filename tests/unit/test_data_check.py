@@ -9,14 +9,13 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from learner.cli import app
-from learner.config import dump_mapping
 from learner.data.check import check_files, odd_text
 from learner.data.checkpoint import SampleLengths, TokenLimits
 from learner.data.jsonl import DataFile, read_samples
 from learner.data.toy import ToyData, make_data
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, lengths_of, line, paint, paint_all, write_lines
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import RunYaml
 from tests.unit.test_learner_cli import command
 
 pytestmark = pytest.mark.req("DATA-01")
@@ -249,19 +248,11 @@ def words(text: str) -> list[list[str]]:
     return [row.split() for row in text.splitlines()]
 
 
-@pytest.fixture
-def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
-    mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_mapping(mapping))
-    return path
-
-
 @pytest.mark.req("ARCH-01")
-def test_reading_data_loads_no_torch(run_yaml: Path, toy_data: ToyData) -> None:
+def test_reading_data_loads_no_torch(run_yaml: RunYaml, toy_data: ToyData) -> None:
     """Neither to check files nor to count the tokens of a run."""
     check = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
-    look = command("learner.cli", "data", "look", "--config", str(run_yaml))
+    look = command("learner.cli", "data", "look", "--config", str(run_yaml()))
     assert (check.code, look.code) == (0, 0), check.stderr + look.stderr
     assert check.heavy <= {"numpy"}
     assert "torch" not in look.heavy
@@ -282,10 +273,10 @@ def test_problems_end_with_2_and_a_limit_cuts_what_is_told_not_what_is_counted(
 
 
 def test_the_files_of_a_run_are_checked_against_its_limits(
-    run_yaml: Path, toy_data: ToyData
+    run_yaml: RunYaml, toy_data: ToyData
 ) -> None:
     """The small run generates at most 16 tokens, fewer than any answer has."""
-    ended = data("check", "--config", run_yaml)
+    ended = data("check", "--config", run_yaml())
     assert ended.exit_code == 0
     assert [row[0] for row in words(ended.stdout)[1:3]] == [
         str(toy_data.train_jsonl),
@@ -295,9 +286,9 @@ def test_the_files_of_a_run_are_checked_against_its_limits(
 
 
 @pytest.mark.parametrize("name", ["check", "look"])
-def test_data_files_or_a_config_are_needed(name: str, run_yaml: Path) -> None:
+def test_data_files_or_a_config_are_needed(name: str, run_yaml: RunYaml) -> None:
     assert refused(name) == ("--config", "no data file")
-    both = refused(name, "d.jsonl", "--config", run_yaml)
+    both = refused(name, "d.jsonl", "--config", run_yaml())
     assert both == ("--config", "data files beside it")
 
 

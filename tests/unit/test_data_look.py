@@ -143,17 +143,16 @@ def test_objects_descriptions_and_image_sizes_are_counted(measured: list[Sample]
 
 
 def test_tokens_are_held_against_the_limits_of_a_run(
-    toy_data: ToyData, toy_checkpoint: Path
+    scenes: list[Sample], toy_checkpoint: Path
 ) -> None:
-    train = read_samples(toy_data.train_jsonl, allow_poly=False)
     free = lengths_of(toy_checkpoint, TokenLimits(1, None))
-    targets = [free.target(sample) for sample in train]
-    pack = max(free.prompt(sample) + free.target(sample) for sample in train)
+    targets = [free.target(sample) for sample in scenes]
+    pack = max(free.prompt(sample) + free.target(sample) for sample in scenes)
     shortest, longest = min(targets), max(targets)
     over = sum(target > shortest for target in targets)
     assert 0 < over < 24
 
-    rows = printed(train, lengths_of(toy_checkpoint, TokenLimits(shortest, pack)))[
+    rows = printed(scenes, lengths_of(toy_checkpoint, TokenLimits(shortest, pack)))[
         "Tokens of a sample"
     ]
     assert rows[1][0] == "target"

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from transformers import AutoProcessor
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.config import dump_mapping
 from learner.config.schema import Config
-from learner.data.toy import ToyData
 from learner.models.prompts import encode_request
 from learner.operate import doctor
 from learner.operate.doctor import (
@@ -38,7 +35,7 @@ from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.weights import CommunicatorReady
 from tests.unit.scripted_server import envelope, problem, scripted_server
 from tests.unit.scripted_server import info as info_of
-from tests.unit.small_run import ConfigOf, small_mapping
+from tests.unit.small_run import ConfigOf, RunYaml
 
 URL = "http://serve-0:8000"
 
@@ -214,11 +211,8 @@ def test_push_fails_if_the_server_answers_with_other_weights(
 # --- the whole --------------------------------------------------------------------------
 
 
-def test_push_waits_for_the_other_checks(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    file, data = tmp_path / "run.yaml", replace(toy_data, train_jsonl=tmp_path / "none.jsonl")
-    file.write_text(dump_mapping(small_mapping(toy_checkpoint, data, tmp_path / "run")))
+def test_push_waits_for_the_other_checks(run_yaml: RunYaml) -> None:
+    file = run_yaml(data={"train_jsonl": "/none.jsonl"})
     result = CliRunner().invoke(app, ["doctor", str(file), "--json", "--push"])
     assert result.exit_code == 1, result.output
     last = json.loads(result.stdout)["findings"][-1]

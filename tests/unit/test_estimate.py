@@ -39,17 +39,12 @@ from shared_contracts.errors import ContractError
 from tests.unit.fake_step import fake_step, fake_steps, step_model
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.plain_accelerator import PlainAccelerator
-from tests.unit.small_run import ConfigOf, small_mapping
+from tests.unit.small_run import ConfigOf, RunYaml
 
 pytestmark = pytest.mark.req("FULL-05")
 
 LORA = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "train_coordinate_rows": False}
 H100 = gpu_named("H100")
-
-
-@pytest.fixture
-def samples(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)
 
 
 def real_peak(config: Config, samples: list[Sample]) -> int:
@@ -76,20 +71,20 @@ def real_peak(config: Config, samples: list[Sample]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tuner", "count"), [({"train_type": "full"}, 8), (LORA, 4)])
 def test_memory_is_that_of_a_real_step(
-    config_of: ConfigOf, samples: list[Sample], tuner: dict[str, Any], count: int
+    config_of: ConfigOf, scenes: list[Sample], tuner: dict[str, Any], count: int
 ) -> None:
     config = config_of(tuner=tuner, global_max_length=1000)
-    faked = fake_step(config, samples[:count], "A", device="cpu")
-    real = real_peak(config, samples[:count])
+    faked = fake_step(config, scenes[:count], "A", device="cpu")
+    real = real_peak(config, scenes[:count])
     assert faked.working == pytest.approx(real, rel=0.1)
-    found = step_costs(config, meta_model(config), samples[:count])["A"]
+    found = step_costs(config, meta_model(config), scenes[:count])["A"]
     assert found.total == pytest.approx(found.total - found.working + real, rel=0.1)
 
 
-def test_states_are_those_of_a_real_model(config_of: ConfigOf, samples: list[Sample]) -> None:
+def test_states_are_those_of_a_real_model(config_of: ConfigOf, scenes: list[Sample]) -> None:
     for tuner in ({"train_type": "full"}, LORA):
         config = config_of(tuner=tuner)
-        cost = step_costs(config, meta_model(config), samples[:1])["A"]
+        cost = step_costs(config, meta_model(config), scenes[:1])["A"]
         weights = list(load_model(config).model.parameters())
         trained = sum(w.numel() for w in weights if w.requires_grad)
         assert cost.weights == sum(w.numel() * w.element_size() for w in weights)
@@ -181,7 +176,7 @@ def test_step_time_is_packs_and_update(config_of: ConfigOf) -> None:
 
 @pytest.mark.req("GROUP-01", "GROUP-04")
 def test_groups_count_each_answer_and_the_starting_model(
-    toy_checkpoint: Path, samples: list[Sample]
+    toy_checkpoint: Path, scenes: list[Sample]
 ) -> None:
     smoke = PROFILES.parents[1] / "stage2_group_relative" / "smoke"
     profile = load_mapping(smoke / "default.yaml")
@@ -191,7 +186,7 @@ def test_groups_count_each_answer_and_the_starting_model(
         mapping = merge(profile, own | {"tuner": tuner, "group_relative": {"group_size": size}})
         (module,) = mapping["stage2_ab"]["pipeline"]["objective"]
         module["config"]["kl_weight"] = kl_weight
-        return estimate(parse_config(mapping), samples, H100, 1)
+        return estimate(parse_config(mapping), scenes, H100, 1)
 
     def seconds(found: Estimate) -> list[float]:
         return [step["answers_seconds"] for step in found.served_steps().values()]
@@ -238,7 +233,7 @@ def test_kept_states_must_fit_beside_a_working_server(
 
 
 def test_command_estimates_a_step_of_samples_from_the_whole_file(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    run_yaml: RunYaml, toy_data: ToyData, tmp_path: Path
 ) -> None:
     lines = [json.loads(line) for line in toy_data.train_jsonl.read_text().splitlines()]
     for line in lines:
@@ -247,9 +242,7 @@ def test_command_estimates_a_step_of_samples_from_the_whole_file(
     lines[-6]["objects"] *= 9
     data = tmp_path / "long_last.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    file = tmp_path / "run.yaml"
-    own = {"data": {"train_jsonl": str(data)}, "training": {"packing": False}}
-    file.write_text(json.dumps(merge(small_mapping(toy_checkpoint, toy_data, tmp_path), own)))
+    file = run_yaml(data={"train_jsonl": str(data)}, training={"packing": False})
     printed = CliRunner().invoke(app, ["estimate", str(file), "--gpu", "h100", "--json"]).stdout
     measure, longest = lengths_of_run(load_config(file)), read_samples(data, allow_poly=False)[-6]
     tokens = json.loads(printed)["channels"]["A"]["pack_tokens"]
@@ -257,19 +250,16 @@ def test_command_estimates_a_step_of_samples_from_the_whole_file(
 
 
 def test_command_prints_tables_or_json_and_refuses_bad_input(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_yaml: RunYaml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "run.yaml"
-    small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
-    file.write_text(json.dumps(small))
-    both = tmp_path / "both.yaml"
-    both.write_text(json.dumps(merge(small, {"stage2_ab": {"schedule": {"b_ratio": 0.5}}})))
-    words = ["estimate", str(file), "--gpu", "h100"]
+    words = ["estimate", str(run_yaml()), "--gpu", "h100"]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
     assert "Real steps reach 55% to 69% of a bound" in shown.stdout
-    as_document = ["estimate", str(both), "--gpu", "h100", "--json"]
-    document = json.loads(CliRunner().invoke(app, as_document).stdout)
+    uneven = CliRunner().invoke(app, [*words, "--gpus", "3"])
+    assert "effective_batch_size" in str(uneven.exception)
+    run_yaml(stage2_ab={"schedule": {"b_ratio": 0.5}})
+    document = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert (document["gpu"], document["fits"]) == ("H100", True)
     assert document["channels"].keys() == {"A", "B"}
     server = document["server"]
@@ -278,14 +268,11 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     steps = [document["served_steps_seconds_at_best"][str(count)] for count in (1, 2, 4, 8)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] >= document["channels"]["B"]["step_seconds_at_best"]
-    assert "Steps of channel B" in CliRunner().invoke(app, as_document[:-1]).stdout
+    assert "Steps of channel B" in CliRunner().invoke(app, words).stdout
     monkeypatch.setitem(GPUS, "H100", Gpu("H100", 2**20, 1e12, 1e12, 1e12, 1e12))
     refused = CliRunner().invoke(app, words)
     assert isinstance(refused.exception, ContractError)
     assert "a learner needs" in str(refused.exception)
-    monkeypatch.undo()
-    uneven = CliRunner().invoke(app, [*words, "--gpus", "3"])
-    assert "effective_batch_size" in str(uneven.exception)
 
 
 @pytest.mark.req("FULL-09")
@@ -299,20 +286,20 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     ids=["full", "lora", "unrolled"],
 )
 def test_flops_of_a_pack_are_those_of_its_operations(
-    config_of: ConfigOf, samples: list[Sample], tuner: dict[str, Any], context: dict[str, Any]
+    config_of: ConfigOf, scenes: list[Sample], tuner: dict[str, Any], context: dict[str, Any]
 ) -> None:
     config = config_of(tuner=tuner, stage2_ab=context, global_max_length=1000)
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
-    pack, _ = longest_pack(config, recipe.channel_a.segments(samples[:4]))
-    counted = fake_step(config, samples[:4], "A").flops
+    pack, _ = longest_pack(config, recipe.channel_a.segments(scenes[:4]))
+    counted = fake_step(config, scenes[:4], "A").flops
     # Middle forwards read slots alone, and the mean embedding is a product: both small.
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.req("FULL-09")
 def test_step_logs_tokens_memory_and_use_of_a_known_gpu(
-    config_of: ConfigOf, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    config_of: ConfigOf, scenes: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Known(DeviceUse):
         def __init__(self, device: torch.device) -> None:
@@ -323,7 +310,7 @@ def test_step_logs_tokens_memory_and_use_of_a_known_gpu(
         loaded = load_model(config_of())
         loaded.model.train()
         runner = StepRunner(config_of(), recipe_of(config_of(), loaded), None)
-        _, report = runner.run(loaded.model, samples[:4], 0, PlainAccelerator())
+        _, report = runner.run(loaded.model, scenes[:4], 0, PlainAccelerator())
         return report.metrics
 
     plain = step()

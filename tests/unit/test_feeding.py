@@ -13,7 +13,6 @@ import pytest
 from torch.nn import Module
 
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.packs import Pack, Segment
 from learner.models.prompts import PromptEncoder
@@ -58,11 +57,6 @@ def config_of(checkpoint: Path, data: ToyData, out: Path, **training: Any) -> Co
 @pytest.fixture(scope="module")
 def parts(config: Config) -> Parts:
     return Parts(config)
-
-
-@pytest.fixture(scope="module")
-def scenes(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)
 
 
 @pytest.fixture(scope="module")

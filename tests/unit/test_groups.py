@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from learner.config import load_config
 from learner.config.rollout_matching import GroupRelativeConfig, MatchingConfig
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.models.load import LoadedModel, load_model
@@ -336,8 +335,8 @@ def close(found: Gradients, wanted: Gradients) -> None:
 
 
 @pytest.fixture(scope="module")
-def scenes(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)[:4]
+def scenes(scenes: list[Sample]) -> list[Sample]:
+    return scenes[:4]
 
 
 ConfigOf = Callable[..., Config]
