@@ -147,3 +147,8 @@ class ProblemError(RunError):
     def __str__(self) -> str:
         p = self.problem
         return f"{p.where}: {p.title} ({p.status}): {p.detail}"
+
+
+def refusal(kind: str, detail: str, where: str) -> ProblemError:
+    """Return the exception of a problem; `kind` is a key of `PROBLEM_TITLES`."""
+    return ProblemError(Problem.of(kind, detail, where))

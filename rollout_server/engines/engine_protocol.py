@@ -16,6 +16,18 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 Finish = Literal["stop", "length"]
 
 
+class BadRequest(Exception):
+    """A fault inside one request of a call.
+
+    where: path inside the request, such as `images[0]`. found: the fault.
+    """
+
+    def __init__(self, where: str, found: str) -> None:
+        super().__init__(where, found)
+        self.where = where
+        self.found = found
+
+
 class EngineDead(Exception):
     """The engine process has ended."""
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,25 +22,25 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 logger = logging.getLogger("rollout_server.access")
 
 
+@dataclass
 class AccessLog:
     """Middleware around all guards, so that it logs refused calls of `routes`, too.
 
     `request.state.call_record` is the `CallRecord` of a call.
     """
 
-    def __init__(self, app: ASGIApp, telemetry: Telemetry, routes: Collection[str]) -> None:
-        self._app = app
-        self._routes = {*routes, *GENERATING}
-        self._telemetry = telemetry
+    app: ASGIApp
+    telemetry: Telemetry
+    routes: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = f"{scope['path'].rstrip('/')}/" if scope["type"] == "http" else ""
-        if route in self._routes:
+        if route in self.routes:
             generates = route in GENERATING
-            with self._telemetry.in_flight.track_inprogress() if generates else nullcontext():
+            with self.telemetry.in_flight.track_inprogress() if generates else nullcontext():
                 await self._record(CallRecord(route), scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
     async def _record(self, record: CallRecord, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["call_record"] = record
@@ -65,7 +66,7 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, observed_receive, observed_send)
+            await self.app(scope, observed_receive, observed_send)
         except Exception:
             record.status, record.problem = 500, "internal"  # Starlette's outermost answer
             raise
@@ -74,7 +75,7 @@ class AccessLog:
                 record.status = CLIENT_GONE
             if problem:
                 record.problem = Problem.model_validate_json(problem).kind
-            self._telemetry.count_call(record)
+            self.telemetry.count_call(record)
             log_call(record)
 
 

@@ -39,11 +39,11 @@ from rollout_server.http.idempotency import IdempotentCalls
 from rollout_server.http.openai_mount import add_openai
 from rollout_server.http.problems import install_problem_handlers, problem_responses
 from rollout_server.runtime.concurrency import cancel_when
-from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
-from rollout_server.serving.telemetry import CallRecord
+from rollout_server.serving.telemetry import GENERATING, CallRecord
 from rollout_server.settings.preflight import is_loopback, read_token
 from shared_contracts.cli import DISTRIBUTION
+from shared_contracts.errors import refusal
 from shared_contracts.infer import ChatCompletionResponse, InferCall, RequestConfig, RolloutEnvelope
 from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
@@ -133,7 +133,7 @@ def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
         app.add_middleware(HostCheck, hosts=sorted(names))
     routes = [route for route in app.routes if isinstance(route, Route)]
     posts = {route.path for route in routes if "POST" in (route.methods or ())}
-    app.add_middleware(AccessLog, telemetry=pool.telemetry, routes=posts)
+    app.add_middleware(AccessLog, telemetry=pool.telemetry, routes=posts | {*GENERATING})
     app.add_middleware(CanonicalPaths, paths={route.path for route in routes})
 
 
@@ -192,7 +192,7 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         check_sequences(record.requests, n, pool.settings.max_requests_per_call)
 
         async def generate() -> bytes:
-            with limit.count():
+            async with limit:
                 envelopes = await pool.infer(call, record)
             pool.telemetry.count_answers(record)
             answers = envelopes if envelope else [each.response for each in envelopes]
@@ -203,14 +203,18 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
             digest = (await asyncio.to_thread(hashlib.sha256, await request.body())).digest()
             key = call.request_id, digest, envelope
         answer = idempotent.answer(key, generate)
-        body, record.repeated = await cancel_when(_disconnect(request), answer, ClientDisconnect())
+        body, record.repeated = await _attended(request, answer)
         return Response(body, media_type="application/json")
 
 
-async def _disconnect(request: Request) -> None:
-    """Wait for the end of the connection; the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _attended(request: Request, answer: Coroutine[Any, Any, T]) -> T:
+    """Await `answer` until the end of the connection; the body of the call has been read."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    return await cancel_when(disconnect(), answer, ClientDisconnect())
 
 
 def _json_list(answers: Iterable[BaseModel]) -> bytes:
@@ -223,28 +227,25 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
     problems = problem_responses(*WEIGHT_PROBLEMS)
     sleep_problems = problem_responses(*SLEEP_PROBLEMS)
 
-    async def attended(request: Request, phase: Coroutine[Any, Any, T]) -> T:
-        return await cancel_when(_disconnect(request), phase, ClientDisconnect())
-
     @calls.post("/init_communicator/", responses=problems)
     async def init_communicator(request: Request, body: Init) -> CommunicatorReady:
         """Take the server over, and form the weight group of the learner and all workers."""
-        return await attended(request, pool.weights.init_communicator(body))
+        return await _attended(request, pool.weights.init_communicator(body))
 
     @calls.post("/start_weight_update/", responses=problems)
     async def start_weight_update(request: Request, body: Start) -> WeightStatus:
         """Compare the manifest with the model, let running calls end, and pause."""
-        return await attended(request, pool.weights.start_weight_update(body))
+        return await _attended(request, pool.weights.start_weight_update(body))
 
     @calls.post("/update_weights/", responses=problems)
     async def update_weights(request: Request, body: Phase) -> WeightStatus:
         """Receive the parameters of the manifest over the weight group, and load them."""
-        return await attended(request, pool.weights.update_weights(body))
+        return await _attended(request, pool.weights.update_weights(body))
 
     @calls.post("/finish_weight_update/", responses=problems)
     async def finish_weight_update(request: Request, body: Phase) -> SyncReport:
         """Reset the caches, set the new version, and resume generation."""
-        report = await attended(request, pool.weights.finish_weight_update(body))
+        report = await _attended(request, pool.weights.finish_weight_update(body))
         pool.telemetry.count_push(report)
         return report
 
@@ -260,14 +261,14 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         if request.headers.get("content-type") != BYTES:  # web pages cannot send it cross-site
             raise refusal("bad-request", f"give the header `content-type: {BYTES}`", "body")
         content = await request.body()
-        report = await attended(request, pool.weights.load_adapter(version, attempt, content))
+        report = await _attended(request, pool.weights.load_adapter(version, attempt, content))
         pool.telemetry.count_push(report)
         return report
 
     @calls.post("/close_communicator/", responses=problems)
     async def close_communicator(request: Request, body: Phase) -> WeightStatus:
         """Leave the weight group, end a running push, and clear the owner of the server."""
-        return await attended(request, pool.weights.close_communicator(body))
+        return await _attended(request, pool.weights.close_communicator(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(request: Request, body: Memory) -> WeightStatus:
@@ -277,12 +278,12 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         kept in host memory. Without `--share-gpus`, and on the CPU, no memory is
         released.
         """
-        return await attended(request, pool.weights.sleep())
+        return await _attended(request, pool.weights.sleep())
 
     @calls.post("/wake_up/", responses=sleep_problems)
     async def wake_up(request: Request, body: Memory) -> WeightStatus:
         """Restore the memory, and answer calls again with the same weights."""
-        return await attended(request, pool.weights.wake_up())
+        return await _attended(request, pool.weights.wake_up())
 
 
 def _add_pages(calls: APIRouter, app: FastAPI) -> None:

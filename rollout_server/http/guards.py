@@ -16,10 +16,10 @@ calls have the other site as `Host`, or are not JSON (`JsonBody`), or are OPTION
 import asyncio
 import hmac
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import h11
 from fastapi import FastAPI, HTTPException, Request
@@ -35,8 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollout_server.http.problems import problem_response
-from rollout_server.runtime.refusals import refusal
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, refusal
 
 # `h11_max_incomplete_event_size` of the `uvicorn.Config`.
 HEADER_BYTES = 64 * 2**10
@@ -136,6 +135,7 @@ class DeadlineProtocol(H11Protocol):
         self.transport.close()
 
 
+@dataclass
 class CanonicalPaths:
     """Middleware that changes `/infer` to the path of its route, `/infer/`.
 
@@ -143,55 +143,53 @@ class CanonicalPaths:
     Starlette ignores when it matches a path.
     """
 
-    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
-        self._app = app
-        self._paths = paths
+    app: ASGIApp
+    paths: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"].rstrip("/\n")
-        path = f"{path}/" if f"{path}/" in self._paths else path or "/"
-        await self._app({**scope, "path": path}, receive, send)
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/\n")
+            path = f"{path}/" if f"{path}/" in self.paths else path or "/"
+            scope = {**scope, "path": path}
+        await self.app(scope, receive, send)
 
 
+@dataclass
 class HostCheck:
     """Starlette's `TrustedHostMiddleware` with a problem document as its answer."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
-        self._hosts = [*hosts]
+    app: ASGIApp
+    hosts: Sequence[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def serve(scope: Scope, receive: Receive, _: Send) -> None:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
         async def refuse(message: Message) -> None:
             if message["type"] == "http.response.start":
                 host = Headers(scope=scope).get("host")
                 detail = (
                     f"{host!a} is not a name of this server; call it by one of "
-                    f"{', '.join(self._hosts)}, or start it with --allowed-host NAME"
+                    f"{', '.join(self.hosts)}, or start it with --allowed-host NAME"
                 )
                 problem = Problem.of("misdirected", detail, "Host")
                 await problem_response(problem)(scope, receive, send)
 
-        check = TrustedHostMiddleware(serve, self._hosts, www_redirect=False)
+        check = TrustedHostMiddleware(serve, self.hosts, www_redirect=False)
         await check(scope, receive, refuse)
 
 
+@dataclass
 class BodyLimit:
     """Middleware that limits the bytes and the seconds of each body that the app reads."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, body_s: float = BODY_S) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._body_s = body_s
+    app: ASGIApp
+    max_bytes: int
+    body_s: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -201,7 +199,7 @@ class BodyLimit:
             await problem_response(problem, CLOSE)(scope, receive, send)
             return
         announced = int(headers.get("content-length", 0))
-        deadline = asyncio.get_running_loop().time() + self._body_s
+        deadline = asyncio.get_running_loop().time() + self.body_s
         received, complete = 0, False
 
         async def limited() -> Message:
@@ -213,18 +211,18 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                detail = f"the body was not complete after {self._body_s:g} s"
+                detail = f"the body was not complete after {self.body_s:g} s"
                 raise HTTPException(408, detail, CLOSE) from None
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             self._check(received)
             return message
 
-        await self._app(scope, limited, send)
+        await self.app(scope, limited, send)
 
     def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            limit = f"{self._max_bytes / 2**20:g} MiB (max_body_mib)"
+        if size > self.max_bytes:
+            limit = f"{self.max_bytes / 2**20:g} MiB (max_body_mib)"
             raise HTTPException(413, f"the body is larger than {limit}")
 
 
@@ -247,6 +245,7 @@ class TokenCheck(HTTPBearer):
             raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
 
+@dataclass(frozen=True)
 class JsonBody(Generic[Model]):
     """FastAPI dependency that returns the body as a `model`.
 
@@ -254,8 +253,7 @@ class JsonBody(Generic[Model]):
     reads the body before them.
     """
 
-    def __init__(self, model: type[Model]) -> None:
-        self.model = model
+    model: type[Model]
 
     async def __call__(self, request: Request) -> Model:
         """Raise the `bad-request` problem, or RequestValidationError with at most MAX_FAULTS."""
@@ -292,24 +290,19 @@ def declare_bodies(app: FastAPI) -> None:
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
 
 
-class ConcurrencyLimit:
+class ConcurrencyLimit(asyncio.Semaphore):
     """Limit of calls at the same time; a call counts after its body is complete."""
 
     def __init__(self, max_calls: int) -> None:
+        super().__init__(max_calls)
         self._max_calls = max_calls
-        self._running = 0
 
-    @contextmanager
-    def count(self) -> Iterator[None]:
-        """Count one call during the block; raises the `too-many-calls` problem."""
-        if self._running >= self._max_calls:
+    async def acquire(self) -> Literal[True]:
+        """Count one call; raises the `too-many-calls` problem instead of waiting."""
+        if self.locked():
             detail = f"{self._max_calls} calls are running (max_concurrent_calls); try again"
             raise refusal("too-many-calls", detail, "max_concurrent_calls")
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
+        return await super().acquire()
 
 
 def check_sequences(requests: int, n: int, most: int) -> None:

@@ -16,10 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-KEPT_ANSWERS = 256
-KEPT_BYTES = 256 * 2**20
-GRACE_S = 15.0
-
 
 @dataclass
 class _Call:
@@ -30,6 +26,7 @@ class _Call:
     abort: asyncio.TimerHandle | None = None
 
 
+@dataclass
 class IdempotentCalls:
     """The running calls with a key, and the last answers.
 
@@ -37,15 +34,11 @@ class IdempotentCalls:
     without a connection.
     """
 
-    def __init__(
-        self,
-        kept_answers: int = KEPT_ANSWERS,
-        kept_bytes: int = KEPT_BYTES,
-        grace_s: float = GRACE_S,
-    ) -> None:
-        self._kept_answers = kept_answers
-        self._kept_bytes = kept_bytes
-        self._grace_s = grace_s
+    kept_answers: int = 256
+    kept_bytes: int = 256 * 2**20
+    grace_s: float = 15.0
+
+    def __post_init__(self) -> None:
         self._running: dict[Hashable, _Call] = {}
         self._answers: dict[Hashable, bytes] = {}  # the oldest first
 
@@ -77,7 +70,7 @@ class IdempotentCalls:
             call.waiting -= 1
             if call.waiting == 0 and not call.answer.done():
                 loop = asyncio.get_running_loop()
-                call.abort = loop.call_later(self._grace_s, self._abort, key, call)
+                call.abort = loop.call_later(self.grace_s, self._abort, key, call)
 
     def _abort(self, key: Hashable, call: _Call) -> None:
         del self._running[key]  # a later call with this key generates again
@@ -93,7 +86,7 @@ class IdempotentCalls:
             return
         self._answers[key] = answer.result()
         while (
-            len(self._answers) > self._kept_answers
-            or sum(map(len, self._answers.values())) > self._kept_bytes
+            len(self._answers) > self.kept_answers
+            or sum(map(len, self._answers.values())) > self.kept_bytes
         ):
             del self._answers[next(iter(self._answers))]

@@ -8,7 +8,7 @@ refusals of this server are problem documents.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -52,7 +52,7 @@ class OpenAIMount:
 
     async def chat_completions(self, request: Request) -> Response:
         record: CallRecord = request.state.call_record
-        return _AppResponse(await self._ready_app(record), record, self._limit.count())
+        return _AppResponse(await self._ready_app(record), record, self._limit)
 
     async def _ready_app(self, record: CallRecord) -> FastAPI:
         """Return the app of a replica that serves the current weights."""
@@ -61,7 +61,7 @@ class OpenAIMount:
                 engines = await self._pool.until_stopped(self._pool.serving())
             if self._renderer not in engines:
                 self._app = await engines[0].openai_app(self._generate)
-                self._app.add_exception_handler(ProblemError, answer_refusal)
+                self._app.exception_handler(ProblemError)(answer_refusal)
                 self._renderer = engines[0]
         record.weights_version = (engines[0].weights_version,) * 2
         return self._app
@@ -94,7 +94,7 @@ class _AppResponse(Response):
     """A response that passes the call to `app`. held: entered while `app` runs."""
 
     def __init__(
-        self, app: ASGIApp, record: CallRecord, held: AbstractContextManager[None]
+        self, app: ASGIApp, record: CallRecord, held: AbstractAsyncContextManager[None]
     ) -> None:
         super().__init__()
         self._app = app
@@ -103,5 +103,5 @@ class _AppResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _record.set(self._record)
-        with self._held:
+        async with self._held:
             await self._app({**scope}, receive, send)

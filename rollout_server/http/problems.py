@@ -24,11 +24,11 @@ _KIND_OF_STATUS = {status: kind for kind, (status, _) in PROBLEM_TITLES.items()}
 
 def install_problem_handlers(app: FastAPI) -> None:
     """Convert refusals, invalid calls, errors of the framework and failures to problems."""
-    app.add_exception_handler(ProblemError, answer_refusal)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(Exception, _answer_failure)
-    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    app.exception_handler(ProblemError)(answer_refusal)
+    app.exception_handler(RequestValidationError)(_answer_invalid)
+    app.exception_handler(HTTPException)(_answer_http)
+    app.exception_handler(Exception)(_answer_failure)
+    app.exception_handler(ClientDisconnect)(_answer_disconnect)
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -55,14 +55,11 @@ def problem_responses(*kinds: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-async def answer_refusal(_: Request, error: Exception) -> JSONResponse:
-    """Exception handler of ProblemError."""
-    assert isinstance(error, ProblemError)
+async def answer_refusal(_: Request, error: ProblemError) -> JSONResponse:
     return problem_response(error.problem)
 
 
-async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+async def _answer_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
     faults: dict[str, dict[str, Any]] = {}
     for item in error.errors():
         fault = _fault(item, error.body)
@@ -108,8 +105,7 @@ def _sent_keys(loc: list[int | str], value: Any, *, is_missing: bool) -> list[in
     return keys
 
 
-async def _answer_http(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
     kind = _KIND_OF_STATUS.get(error.status_code, "bad-request")
     where = f"{request.method} {request.url.path}"
     return problem_response(Problem.of(kind, str(error.detail), where), error.headers)
@@ -121,6 +117,5 @@ async def _answer_failure(request: Request, error: Exception) -> JSONResponse:
     return problem_response(Problem.of("internal", detail, where))
 
 
-async def _answer_disconnect(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientDisconnect)
+async def _answer_disconnect(_: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=CLIENT_GONE)

@@ -1,1 +1,1 @@
-"""Common modules: refusals, logs, deadlines, temporary files, child processes."""
+"""Common modules: logs, deadlines, temporary files, child processes."""

@@ -20,13 +20,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
+    BadRequest,
     Completion,
     Engine,
     EngineDead,
@@ -35,11 +36,10 @@ from rollout_server.engines.engine_protocol import (
     PromptMessage,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
-from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
 from rollout_server.serving.media import ImageSource, MediaLoader
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
-from shared_contracts.errors import ProblemError
+from shared_contracts.errors import Problem, ProblemError, refusal
 from shared_contracts.infer import Message, RolloutInferRequest, TextPart
 
 # Largest number of requests of a call that are prepared at a time, so that others are, too.
@@ -53,16 +53,10 @@ CHARACTERS_PER_TOKEN = 16
 IMAGE_MARK = "<image>"
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """sources: one image for each None in the messages' parts, in order."""
-
-    messages: list[PromptMessage]
-    sources: list[ImageSource]
-
-
-def read_conversation(request: RolloutInferRequest) -> Conversation:
-    """Return the messages of a request, and its images in the order of their places.
+def read_conversation(
+    request: RolloutInferRequest,
+) -> tuple[list[PromptMessage], list[ImageSource]]:
+    """Return the messages of a request, and one image for each None in their parts, in order.
 
     Raises BadRequest unless the number of images equals the number of places.
     """
@@ -81,7 +75,7 @@ def read_conversation(request: RolloutInferRequest) -> Conversation:
             f"{IMAGE_MARK} mark or image part without an image of its own",
         )
     fill = iter(listed)
-    return Conversation(messages, [source or next(fill) for source in own])
+    return messages, [source or next(fill) for source in own]
 
 
 def _pieces(message: Message, index: int) -> list[str | ImageSource | None]:
@@ -153,9 +147,9 @@ class _Withdrawn(Exception):
     """A generation was cancelled because its call is refused."""
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """Answers calls with the engines of all replicas.
+@dataclass
+class RunningCall:
+    """One call on the engines of all replicas. A bad request ends all generation.
 
     serving: waits for the end of a push, and returns the engines with the current weights; raises
         a problem if there are none.
@@ -166,110 +160,86 @@ class Rollouts:
     model: str
     media: MediaLoader
     server_epoch: Callable[[], str]
+    call: wire.InferCall
+    record: CallRecord
 
-    async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
-        """Return one envelope per request, in order; count them in `record`.
-
-        Raises the `invalid-request` problem with every bad request, `not-ready` for a lost engine,
-        and `other-weights` if the weights are not the expected ones before or after a generation.
-        Cancelling the call aborts its sequences.
-        """
-        with record.phase("wait"):
-            engines = await self.serving()
-        require_weights(call, engines[0].weights_version)
-        return await _RunningCall(self, call, record, engines).answer()
-
-
-class _RunningCall:
-    """One call. A fault of a request ends all generation."""
-
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        call: wire.InferCall,
-        record: CallRecord,
-        engines: Sequence[Engine],
-    ) -> None:
-        self._rollouts = rollouts
-        self._call = call
-        self._config = call.request_config or wire.RequestConfig()
-        self._record = record
-        self._engine = engines[0]
-        self._engines = engines
+    def __post_init__(self) -> None:
+        self._config = self.call.request_config or wire.RequestConfig()
+        self._engines: Sequence[Engine] = ()
         self._places = asyncio.Semaphore(MOST_PREPARED)
         self._turns = Turns()
         self._faults: dict[int, BadRequest] = {}  # by the index of the request
         self._faulty = asyncio.Event()
 
     async def answer(self) -> list[wire.RolloutEnvelope]:
-        requests = self._call.infer_requests
-        with self._record.phase("prepare"):
-            self._engine.check_sampling(self._config)
+        """Return one envelope per request, in order; count them in the record.
+
+        Raises the `invalid-request` problem with every bad request, `not-ready` for a lost engine,
+        and `other-weights` if the weights are not the expected ones before or after a generation.
+        Cancelling the call aborts its sequences.
+        """
+        with self.record.phase("wait"):
+            self._engines = await self.serving()
+        engine, requests = self._engines[0], self.call.infer_requests
+        require_weights(self.call, engine.weights_version)
+        with self.record.phase("prepare"):
+            engine.check_sampling(self._config)
         answers = await all_or_cancel(map(self._answer_one, range(len(requests)), requests))
         if self._faults:
             raise refuse_requests(self._faults)
         envelopes = [envelope for envelope in answers if envelope is not None]
         for envelope in envelopes:
-            require_weights(self._call, *envelope.coordexp.weights_version)
-        self._record.add_answers(envelopes)
+            require_weights(self.call, *envelope.coordexp.weights_version)
+        self.record.add_answers(envelopes)
         return envelopes
-
-    def _refuse(self, index: int, fault: BadRequest) -> None:
-        self._faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
-        self._faulty.set()
 
     async def _answer_one(
         self, index: int, request: RolloutInferRequest
     ) -> wire.RolloutEnvelope | None:
         """Return the envelope of a request; None if the call is refused."""
         try:
-            with self._record.phase("prepare"):
-                prompt = await self._prepare(read_conversation(request))
+            with self.record.phase("prepare"):
+                prompt = await self._prepare(request)
             if self._faults:
                 return None
-            with self._record.phase("generate"):
+            with self.record.phase("generate"), suppress(_Withdrawn):
                 generation = self._roll_out(index, prompt)
                 return await cancel_when(self._faulty.wait(), generation, _Withdrawn())
         except BadRequest as fault:
-            self._refuse(index, fault)
-        except _Withdrawn:
-            pass
+            self._faults[index] = fault.with_traceback(None)  # a traceback keeps the request alive
+            self._faulty.set()
         return None
 
-    def _check_length(self, conversation: Conversation) -> None:
-        """Raise BadRequest for text that cannot fit."""
-        parts = [part for message in conversation.messages for part in message.parts]
-        length, context = sum(len(part or "") for part in parts), self._engine.max_model_len
-        most = CHARACTERS_PER_TOKEN * context
-        if length > most:
+    async def _prepare(self, request: RolloutInferRequest) -> Prompt:
+        """Load the images and render.
+
+        Raises BadRequest, and the `overloaded` and `not-ready` problems.
+        """
+        messages, sources = read_conversation(request)
+        context = self._engines[0].max_model_len
+        length = sum(len(part or "") for message in messages for part in message.parts)
+        if length > (most := CHARACTERS_PER_TOKEN * context):
             raise BadRequest(
                 "messages",
                 f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for "
                 f"each token of a context of {context} (max_model_len)",
             )
-
-    async def _prepare(self, conversation: Conversation) -> Prompt:
-        """Load the images and render.
-
-        Raises BadRequest, and the `overloaded` and `not-ready` problems.
-        """
-        self._check_length(conversation)
-        self._record.images += len(conversation.sources)
+        self.record.images += len(sources)
         try:
-            async with self._places, self._rollouts.media.load(conversation.sources) as images:
-                prompt = await self._render(conversation.messages, images)
+            async with self._places, self.media.load(sources) as images:
+                prompt = await self._render(messages, images)
         except (MemoryError, TimeoutError) as error:
             found = "memory" if isinstance(error, MemoryError) else "time"
             detail = f"it ran out of {found} while it prepared a request; try again"
             raise refusal("overloaded", detail, "messages") from error
-        length, context = len(prompt.token_ids), self._engine.max_model_len
+        length = len(prompt.token_ids)
         if length + 1 > context:
             raise BadRequest(
                 "messages",
                 f"the prompt has {length} tokens, which leaves no room for an answer in a "
                 f"context of {context} (max_model_len)",
             )
-        self._record.prompt_tokens += length
+        self.record.prompt_tokens += length
         return prompt
 
     async def _render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
@@ -287,8 +257,8 @@ class _RunningCall:
     async def _roll_out(self, index: int, prompt: Prompt) -> wire.RolloutEnvelope:
         config = self._config
         seed = None if config.seed is None else config.seed + index
-        engine = least_loaded(await self._rollouts.serving())
-        require_weights(self._call, engine.weights_version)
+        engine = least_loaded(await self.serving())
+        require_weights(self.call, engine.weights_version)
         room = engine.max_model_len - len(prompt.token_ids)
         max_tokens = min(config.max_tokens or room, room)
         tokens = len(prompt.token_ids) + config.n * max_tokens
@@ -308,7 +278,7 @@ class _RunningCall:
         details = self._config.return_details
         new_tokens = sum(len(completion.token_ids) for completion in completions)
         response = wire.ChatCompletionResponse(
-            model=self._rollouts.model,
+            model=self.model,
             choices=[_choice(completion, details) for completion in completions],
             usage=wire.Usage(
                 prompt_tokens=len(prompt.token_ids),
@@ -327,7 +297,7 @@ class _RunningCall:
                 min(completion.weights_version[0] for completion in completions),
                 max(completion.weights_version[1] for completion in completions),
             ),
-            server_epoch=self._rollouts.server_epoch(),
+            server_epoch=self.server_epoch(),
             seed=seed,
             finish=completions[0].finish,
         )
@@ -343,6 +313,17 @@ def _choice(completion: Completion, details: bool) -> wire.Choice:
         logprobs=None if logprobs is None else wire.ChoiceLogprobs.of(logprobs),
         token_ids=completion.token_ids if details else None,
     )
+
+
+def refuse_requests(faults: dict[int, BadRequest]) -> ProblemError:
+    """Return the refusal of a call with bad requests. faults: by request index."""
+    errors = [
+        {"index": index, "where": f"infer_requests[{index}].{fault.where}", "detail": fault.found}
+        for index, fault in sorted(faults.items())
+    ]
+    first = errors[0]
+    detail = f"{len(errors)} bad request(s), nothing is answered; the first: {first['detail']}"
+    return ProblemError(Problem.of("invalid-request", detail, str(first["where"]), errors))
 
 
 def require_weights(call: wire.InferCall, *versions: int) -> None:

@@ -21,8 +21,8 @@ from typing import Literal
 import httpx
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rollout_server.engines.engine_protocol import BadRequest
 from rollout_server.runtime.concurrency import Budget
-from rollout_server.runtime.refusals import BadRequest
 from rollout_server.settings.options import BYTES_PER_PIXEL, ServerSettings
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 

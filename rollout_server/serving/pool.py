@@ -1,7 +1,7 @@
 """The server behind the routes: replicas, weights and rollouts (SRV-01).
 
 start()  builds every engine, in threads         close()  ends their processes
-infer()  answers a call (`Rollouts`)             weights  the pushes (`Pushes`)
+infer()  answers a call (`RunningCall`)          weights  the pushes (`Pushes`)
 health(), live(), info(), world_size()           the probes
 """
 
@@ -16,15 +16,14 @@ from rollout_server.engines import vllm
 from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.runtime.processes import memory_folder
-from rollout_server.runtime.refusals import refusal
-from rollout_server.serving.infer import Rollouts
+from rollout_server.serving.infer import RunningCall
 from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.replicas import Replicas, not_serving
 from rollout_server.serving.telemetry import CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
 from rollout_server.weights.manifest import checkpoint_parameters
 from rollout_server.weights.pushes import Pushes
-from shared_contracts.errors import ProblemError
+from shared_contracts.errors import ProblemError, refusal
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.machine import installed_versions, query_gpu_use, uuids_of
 from shared_contracts.server_info import (
@@ -35,7 +34,6 @@ from shared_contracts.server_info import (
     ReplicaStatus,
     WorldSize,
 )
-from shared_contracts.weights import WeightStatus
 
 T = TypeVar("T")
 
@@ -75,7 +73,9 @@ class Pool:
             memory_folder() if settings.enable_lora else None,
         )
         model, media = str(settings.checkpoint), MediaLoader(settings)
-        self._rollouts = Rollouts(self.serving, model, media, lambda: self.server_epoch)
+        self._running_call = partial(
+            RunningCall, self.serving, model, media, lambda: self.server_epoch
+        )
         self._started = False
         self._gpu_uuids: list[str] = []
         self._stopping = asyncio.Event()
@@ -103,7 +103,7 @@ class Pool:
     async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
         """Answer a call; during a push, wait for its end."""
         self._require_started()
-        return await self.until_stopped(self._rollouts.answer(call, record))
+        return await self.until_stopped(self._running_call(call, record).answer())
 
     async def until_stopped(self, answer: Coroutine[Any, Any, T]) -> T:
         """Await `answer`; raises the `not-ready` problem as soon as the server stops."""
@@ -119,7 +119,7 @@ class Pool:
     def health(self) -> Health:
         """Return the health; raises a problem with the missing replicas."""
         self._require_started()
-        status, replicas = self.weights_status(), self.replica_statuses()
+        status, replicas = self._weights.status, self.replica_statuses()
         if missing := [replica for replica in replicas if replica.state in ("starting", "dead")]:
             raise not_serving(missing)
         if silent := [replica for replica in replicas if replica.state != "serving"]:
@@ -141,7 +141,7 @@ class Pool:
     def info(self) -> Info:
         """Return facts about the server; those of engines are missing until an engine is ready."""
         engines, guard = self._replicas.alive(), self.settings.repeat_terminate
-        status, owner = self.weights_status(), self._weights.owner
+        status, owner = self._weights.status, self._weights.owner
         return Info(
             model=str(self.settings.model),
             world_size=self.settings.num_workers,
@@ -170,12 +170,8 @@ class Pool:
 
     def _serving_version(self) -> int | None:
         """Return the version that may answer; None during a push, -1 (none) after a failed push."""
-        status = self.weights_status()
-        versions = {"READY": status.weights_version, "UPDATING": None, "PUSH_NEEDED": -1}
-        return versions[status.state]
-
-    def weights_status(self) -> WeightStatus:
-        return self._weights.status
+        versions = {"READY": self._weights.version, "UPDATING": None, "PUSH_NEEDED": -1}
+        return versions[self._weights.state]
 
     def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -194,7 +190,7 @@ class Pool:
         Raises the problem of `not_serving` if there are none.
         """
         self._require_started()
-        await self._weights.wait_until_settled()
+        await self._weights.settled.wait()
         return self._replicas.current(self._serving_version() or FIRST_VERSION)
 
     def _require_started(self) -> None:

@@ -22,7 +22,7 @@ from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
 from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
 from rollout_server.runtime.processes import kill_children
-from rollout_server.runtime.refusals import refusal
+from shared_contracts.errors import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class _Slot:
     thread: int = 0
 
 
+@dataclass
 class Replicas:
     """`count` engines by index.
 
@@ -64,19 +65,14 @@ class Replicas:
     start_s: deadline of each phase of a start.
     """
 
-    def __init__(
-        self,
-        count: int,
-        build: Callable[[int], Engine],
-        on_lost: Callable[[str], None],
-        hang_s: float,
-        start_s: float,
-    ) -> None:
-        self._slots = [_Slot(index) for index in range(count)]
-        self._build = build
-        self._on_lost = on_lost
-        self._hang_s = hang_s
-        self._start_s = start_s
+    count: int
+    build: Callable[[int], Engine]
+    on_lost: Callable[[str], None]
+    hang_s: float
+    start_s: float
+
+    def __post_init__(self) -> None:
+        self._slots = [_Slot(index) for index in range(self.count)]
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -134,7 +130,7 @@ class Replicas:
     def _status(self, slot: _Slot, version: int | None) -> ReplicaStatus:
         engine, state, detail = slot.engine, slot.state, slot.detail
         if state == "starting":
-            detail += f", for {time.monotonic() - slot.began:.0f} s of at most {self._start_s:g} s"
+            detail += f", for {time.monotonic() - slot.began:.0f} s of at most {self.start_s:g} s"
         if engine is not None and not engine.alive:
             state, detail = "dead", "its process died"
         elif engine is not None and version not in (None, engine.weights_version):
@@ -157,7 +153,7 @@ class Replicas:
             await self._rebuild(slot)
 
     async def _until_lost(self, engine: Engine) -> str:
-        beating = asyncio.ensure_future(_beat(engine, min(HEARTBEAT_S, self._hang_s / 4)))
+        beating = asyncio.ensure_future(_beat(engine, min(HEARTBEAT_S, self.hang_s / 4)))
         try:
             silent_s = 0.0
             while not beating.done():
@@ -165,8 +161,8 @@ class Replicas:
                     return "its process died"
                 # A clock alone would count the time in which this process did not run.
                 silent_s = min(engine.heartbeat_age_s, silent_s + POLL_S)
-                if silent_s > self._hang_s:
-                    return f"it gave no heartbeat for {self._hang_s:g} s"
+                if silent_s > self.hang_s:
+                    return f"it gave no heartbeat for {self.hang_s:g} s"
                 await asyncio.wait((beating,), timeout=POLL_S)
             failure = beating.exception()
             return f"its heartbeat failed ({failure!r})" if engine.alive else "its process died"
@@ -178,7 +174,7 @@ class Replicas:
         slot.engine, slot.state, slot.detail = None, "dead", reason
         slot.lost += 1
         engine.declare_dead()
-        self._on_lost(f"replica {slot.index} is lost: {reason}")
+        self.on_lost(f"replica {slot.index} is lost: {reason}")
         (failure,) = await asyncio.gather(_shut_down(slot, engine), return_exceptions=True)
         if failure is not None:
             logger.error("after the loss of replica %d: %r", slot.index, failure)
@@ -203,7 +199,7 @@ class Replicas:
 
         def build() -> Engine:
             slot.thread = threading.get_native_id()
-            return self._build(slot.index)
+            return self.build(slot.index)
 
         building = slot.threads.submit(build)
         try:
@@ -222,12 +218,12 @@ class Replicas:
     async def _phase(self, slot: _Slot, name: str, work: Awaitable[T]) -> T:
         slot.state, slot.detail, slot.began = "starting", name, time.monotonic()
         try:
-            async with asyncio.timeout(self._start_s) as limit:
+            async with asyncio.timeout(self.start_s) as limit:
                 return await work
         except TimeoutError:
             if not limit.expired():  # the engine's own
                 raise
-            found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
+            found = f"replica {slot.index}: {name} for over {self.start_s:g} s (--start-seconds)"
             raise TimeoutError(found) from None
 
 

@@ -1,13 +1,22 @@
 """Checks of a push against the names and shapes of the checkpoint's model (SYNC-05)."""
 
+import json
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from rollout_server.runtime.refusals import refusal
-from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused, wire_dtype
+from shared_contracts.errors import refusal
+from shared_contracts.weights import (
+    ADAPTER_KEY,
+    AdapterMeta,
+    DtypeName,
+    ParameterMeta,
+    unfused,
+    wire_dtype,
+)
 
 
 @cache
@@ -85,3 +94,25 @@ def check_adapter(
             f"server: {len(wrong)} fault(s), nothing was loaded; the first: {found}, not {must}"
         )
         raise refusal("adapter-refused", detail, "adapter")
+
+
+def write_adapter(root: Path, content: bytes, expected: Mapping[str, list[int]]) -> Path:
+    """Write peft's two files of an adapter to a new folder below `root`; return the folder.
+
+    expected: `checkpoint_parameters`. Raises the `adapter-refused` problem for content
+    that is no valid adapter in safetensors format.
+    """
+    try:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        meta = AdapterMeta.model_validate_json(header.pop("__metadata__")[ADAPTER_KEY])
+        shapes = {name: entry["shape"] for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
+        raise refusal("adapter-refused", found, "body") from None
+    check_adapter(shapes, meta, expected)
+    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=root))
+    config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder

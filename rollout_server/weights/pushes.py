@@ -17,13 +17,12 @@ the KV cache.
 
 import asyncio
 import errno
-import json
 import logging
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -39,13 +38,10 @@ from rollout_server.engines.engine_protocol import (
     WeightPhaseFailed,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, timed
-from rollout_server.runtime.refusals import refusal
-from rollout_server.weights.manifest import check_adapter, check_manifest
-from shared_contracts.errors import ProblemError
+from rollout_server.weights.manifest import check_manifest, write_adapter
+from shared_contracts.errors import ProblemError, refusal
 from shared_contracts.weights import (
-    ADAPTER_KEY,
     MOST_VERSION_STEP,
-    AdapterMeta,
     CommunicatorReady,
     GroupCall,
     InitCommunicator,
@@ -75,6 +71,7 @@ OpenStore = Callable[[InitCommunicator], Store]
 Progress = Literal["no push", "start", "transfer"]
 
 
+@dataclass
 class Pushes:
     """The pushes of one server; one phase runs at a time.
 
@@ -84,31 +81,25 @@ class Pushes:
         adapters are refused. open_store: opens the store of a group; blocking; None:
         `open_tcp_store`.
 
-    state, version: of the weights. owner: the newest `InitCommunicator`, or None.
+    state, version: of the weights. owner: the newest `InitCommunicator`, or None. settled: no push
+        runs.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        workers: int,
-        transport: Transport,
-        server_epoch: Callable[[], str],
-        expected: Expected,
-        longest_s: float,
-        adapters: Path | None = None,
-        open_store: OpenStore | None = None,
-    ) -> None:
+    engines: Engines
+    workers: int
+    transport: Transport
+    server_epoch: Callable[[], str]
+    expected: Expected
+    longest_s: float
+    adapters: Path | None = None
+    open_store: OpenStore | None = None
+
+    def __post_init__(self) -> None:
         self.state: WeightState = "READY"
         self.version = FIRST_VERSION
         self.owner: InitCommunicator | None = None
-        self._engines = engines
-        self._workers = workers
-        self._transport = transport
-        self._server_epoch = server_epoch
-        self._expected = expected
-        self._longest_s = longest_s
-        self._adapters = adapters
-        self._open_store = open_store or open_tcp_store
+        self.settled = asyncio.Event()
+        self.settled.set()
         self._update: StartWeightUpdate  # of the newest push
         self._progress: Progress = "no push"
         self._seconds: dict[str, float] = {}
@@ -117,18 +108,12 @@ class Pushes:
         self._one_phase = asyncio.Lock()
         self._phase_limit: asyncio.Timeout | None = None  # of the running phase
         self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
-        self._settled = asyncio.Event()
-        self._settled.set()
 
     @property
     def status(self) -> WeightStatus:
         return WeightStatus(
-            state=self.state, weights_version=self.version, server_epoch=self._server_epoch()
+            state=self.state, weights_version=self.version, server_epoch=self.server_epoch()
         )
-
-    async def wait_until_settled(self) -> None:
-        """Wait for the end of a running push."""
-        await self._settled.wait()
 
     # --- phases of a push
 
@@ -141,7 +126,7 @@ class Pushes:
         # Two calls that replace the same group are from one learner.
         if init.replaces and self.owner is not None and self.owner.replaces != init.replaces:
             self._require_owner(init.replaces)
-        init = init.model_copy(update={"timeout_s": min(init.timeout_s, self._longest_s)})
+        init = init.model_copy(update={"timeout_s": min(init.timeout_s, self.longest_s)})
         self.owner = init
         self._end_phase()
         async with self._phase("rendezvous", init.attempt):
@@ -153,8 +138,8 @@ class Pushes:
             weights_version=self.version,
             world_size=init.world_size,
             transport=init.transport,
-            server_epoch=self._server_epoch(),
-            dtype=self._engines.all()[0].dtype,
+            server_epoch=self.server_epoch(),
+            dtype=self.engines.all()[0].dtype,
         )
 
     async def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
@@ -164,8 +149,8 @@ class Pushes:
                 found = "no group with all replicas is formed; /init_communicator/ comes first"
                 raise refusal("weight-update-order", found, "start")
             self._check_version(body.version)
-            expected = await asyncio.to_thread(self._expected)
-            check_manifest(body.parameters, expected, self._engines.all()[0].dtype)
+            expected = await asyncio.to_thread(self.expected)
+            check_manifest(body.parameters, expected, self.engines.all()[0].dtype)
             before, self._update, self._seconds = self.state, body, {}
             self._enter("UPDATING")
             with timed(self._seconds, "pause"):
@@ -173,7 +158,7 @@ class Pushes:
                     await self._on_all(lambda engine: engine.pause())
                 except BaseException:  # nothing has changed
                     self._enter(before)
-                    await asyncio.gather(*(engine.resume() for engine in self._engines.alive()))
+                    await asyncio.gather(*(engine.resume() for engine in self.engines.alive()))
                     raise
                 await self._on_all(lambda engine: engine.start_weight_update())
             self._progress = "start"
@@ -220,15 +205,15 @@ class Pushes:
             if self.state == "PUSH_NEEDED":
                 raise refusal("push-needed", "only full weights can follow a broken push", "state")
             self._check_version(version)
-            if self._adapters is None:
+            if self.adapters is None:
                 found = "the server takes no adapters; start it with --enable-lora"
                 raise refusal("adapter-refused", found, "adapter")
-            if not all(engine.holds_checkpoint for engine in self._engines.all()):
+            if not all(engine.holds_checkpoint for engine in self.engines.all()):
                 found = "full weights were pushed: the weights under the adapter are gone"
                 raise refusal("adapter-refused", found, "adapter")
             with timed(seconds, "transfer"):
-                expected = await asyncio.to_thread(self._expected)
-                folder = await asyncio.to_thread(write_adapter, self._adapters, content, expected)
+                expected = await asyncio.to_thread(self.expected)
+                folder = await asyncio.to_thread(write_adapter, self.adapters, content, expected)
                 adapter = Adapter(version, folder)
                 try:
                     await self._on_all(lambda engine: engine.load_adapter(adapter))
@@ -249,7 +234,7 @@ class Pushes:
         return await self._move_memory("/wake_up/", lambda engine: engine.resume())
 
     async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:
-        async with self._limited(self._longest_s, route), self._one_phase:
+        async with self._limited(self.longest_s, route), self._one_phase:
             if self.state != "READY":
                 raise refusal("weight-update-order", f"the state is {self.state}", route)
             await self._on_all(call)
@@ -321,7 +306,7 @@ class Pushes:
         logger.error("a push broke: %s", reason)
         self._enter("PUSH_NEEDED")
         self._formed, self._store = False, None
-        for engine in self._engines.alive():
+        for engine in self.engines.alive():
             engine.declare_dead()
 
     def _give_up_idle(self, reason: str) -> None:
@@ -336,14 +321,14 @@ class Pushes:
     def _enter(self, state: WeightState) -> None:
         self.state = state
         if state == "UPDATING":
-            self._settled.clear()
+            self.settled.clear()
         else:
             self._progress = "no push"
-            self._settled.set()
+            self.settled.set()
 
     async def _on_all(self, call: OnEngine) -> None:
         """Call all engines at once; on a failure, cancel the other calls and raise it."""
-        await all_or_cancel(call(engine) for engine in self._engines.all())
+        await all_or_cancel(call(engine) for engine in self.engines.all())
 
     # --- the group
 
@@ -351,7 +336,7 @@ class Pushes:
         """Wait until the engines that a failed push ended are serving again."""
         while True:
             try:
-                self._engines.all()
+                self.engines.all()
                 return
             except ProblemError:
                 await asyncio.sleep(POLL_S)
@@ -362,13 +347,13 @@ class Pushes:
         The workers join last, because an engine does not answer while its worker waits.
         """
         try:
-            store = await asyncio.to_thread(self._open_store, init)
+            store = await asyncio.to_thread(self.open_store or open_tcp_store, init)
             self._store = store
             for number in range(init.senders):
                 await self._wait_for_sender(PrefixStore(group_prefix(number), store), init)
             del store  # the traceback of a failure would keep it open
-            engines = self._engines.all()
-            each = self._workers // len(engines)
+            engines = self.engines.all()
+            each = self.workers // len(engines)
             await all_or_cancel(
                 engine.join_group(init, index * each) for index, engine in enumerate(engines)
             )
@@ -405,7 +390,7 @@ class Pushes:
         if self.state == "UPDATING":
             self._give_up(reason)
         self._formed, self._store = False, None
-        await asyncio.gather(*map(leave, self._engines.alive()))
+        await asyncio.gather(*map(leave, self.engines.alive()))
 
     # --- checks
 
@@ -419,20 +404,20 @@ class Pushes:
         return self.owner
 
     def _check_group(self, init: InitCommunicator) -> None:
-        whole = init.senders + self._workers
-        if init.world_size not in (1, whole) or self._workers % init.senders:
+        whole = init.senders + self.workers
+        if init.world_size not in (1, whole) or self.workers % init.senders:
             found = (
                 f"is {init.world_size} with {init.senders} sender(s), and the server has "
-                f"{self._workers} engine worker(s)"
+                f"{self.workers} engine worker(s)"
             )
             raise refusal("invalid-request", found, "world_size")
-        if init.transport not in (self._transport, "gloo"):
-            found = f"is {init.transport}, but the server was started with {self._transport}"
+        if init.transport not in (self.transport, "gloo"):
+            found = f"is {init.transport}, but the server was started with {self.transport}"
             raise refusal("invalid-request", found, "transport")
 
     def _check_version(self, version: int) -> None:
         """Raise unless the version is new, or needed again (a rebuilt replica, a failed push)."""
-        behind = any(e.weights_version != self.version for e in self._engines.all())
+        behind = any(e.weights_version != self.version for e in self.engines.all())
         again = self.version > FIRST_VERSION and (behind or self.state == "PUSH_NEEDED")
         least, most = self.version + (not again), self.version + MOST_VERSION_STEP
         if not least <= version <= most:
@@ -476,25 +461,3 @@ def _listen(init: InitCommunicator) -> socket.socket:
         if time.monotonic() > deadline:
             raise refusal("group-port-taken", f"{found}; set another group_port for it", "port")
         time.sleep(POLL_S)
-
-
-def write_adapter(root: Path, content: bytes, expected: Mapping[str, list[int]]) -> Path:
-    """Write peft's two files of an adapter to a new folder below `root`; return the folder.
-
-    expected: `manifest.checkpoint_parameters`. Raises the `adapter-refused` problem for content
-    that is no valid adapter in safetensors format.
-    """
-    try:
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        meta = AdapterMeta.model_validate_json(header.pop("__metadata__")[ADAPTER_KEY])
-        shapes = {name: entry["shape"] for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
-        raise refusal("adapter-refused", found, "body") from None
-    check_adapter(shapes, meta, expected)
-    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=root))
-    config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return folder

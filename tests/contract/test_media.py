@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rollout_server.runtime.refusals import BadRequest
+from rollout_server.engines.engine_protocol import BadRequest
 from rollout_server.serving.media import (
     ImageSource,
     MediaLoader,

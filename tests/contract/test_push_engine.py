@@ -214,7 +214,7 @@ def test_a_learner_that_leaves_or_is_silent_ends_the_transfer(
     with closing(Ends(transport)) as ends:
         group = ends.engines[0]._group
         assert group is not None
-        group._timeout_s = LIMIT_S if leaves else 0.5  # a rendezvous takes longer
+        group.timeout_s = LIMIT_S if leaves else 0.5  # a rendezvous takes longer
         (receiving,), (sending,) = ends.begin(weights, stopping())
         assert receiving.result(LIMIT_S / 2) is not None
         ended.set()

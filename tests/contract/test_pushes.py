@@ -89,7 +89,7 @@ async def test_no_phase_begins_before_the_last_one_is_over_on_every_engine() -> 
     second.script |= hangs
     pushing = asyncio.create_task(bench.push(7))
     await hangs["pause"].begun.wait()
-    call = asyncio.create_task(bench.pushes.wait_until_settled())
+    call = asyncio.create_task(bench.pushes.settled.wait())
     for number, hang in enumerate(hangs.values(), start=1):
         await hang.begun.wait()
         assert first.calls == second.calls == [*JOINED, *PHASES[:number]]
@@ -364,7 +364,7 @@ async def test_a_push_that_is_half_done_is_given_up(by: str) -> None:
         bench.pushes.replica_lost("replica 1 is lost")
     else:
         Clock.skip(TIMEOUT_S)
-    await bench.pushes.wait_until_settled()
+    await bench.pushes.settled.wait()
     assert bench.held == ("PUSH_NEEDED", 0)
     assert all(engine.given_up for engine in bench.engines)
     bench.engines.build_again()
@@ -390,7 +390,7 @@ async def test_a_phase_that_breaks_ends_all_engines_until_a_full_push(
     await broken(bench, phase, end, raised)
     assert bench.held == ("PUSH_NEEDED", 0)
     assert all(engine.given_up for engine in bench.engines)
-    await bench.pushes.wait_until_settled()
+    await bench.pushes.settled.wait()
     bench.engines.build_again()
     await refused(bench.start(1), "weight-update-order", "/init_communicator/ comes first")
     await bench.init()

@@ -13,23 +13,23 @@ from PIL import Image
 
 from rollout_server.engines.engine_protocol import (
     Aborted,
+    BadRequest,
     EngineDead,
     Load,
     Prompt,
     PromptMessage,
 )
-from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.infer import (
     CHARACTERS_PER_TOKEN,
     MOST_PREPARED,
-    Rollouts,
+    RunningCall,
     charged,
     least_loaded,
 )
 from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.errors import ProblemError
+from shared_contracts.errors import ProblemError, refusal
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.update_bench import Hang
@@ -74,17 +74,14 @@ def media() -> MediaLoader:
     return MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
 
 
-def rollouts(*engines: EchoEngine) -> Rollouts:
-    async def serving() -> Sequence[EchoEngine]:
-        return engines
-
-    return Rollouts(serving, "model", media(), lambda: "epoch")
-
-
 def answer(
     call: InferCall, *engines: EchoEngine, record: CallRecord | None = None
 ) -> Coroutine[Any, Any, list[RolloutEnvelope]]:
-    return rollouts(*engines).answer(call, record or CallRecord("/infer/"))
+    async def serving() -> Sequence[EchoEngine]:
+        return engines
+
+    record = record or CallRecord("/infer/")
+    return RunningCall(serving, "model", media(), lambda: "epoch", call, record).answer()
 
 
 def call(*texts: str, **config: Any) -> InferCall:
@@ -222,10 +219,9 @@ def test_requests_of_two_calls_alternate_at_each_engine() -> None:
     for engine in engines:
         engine.script["generate"] = hold
     engines[1].load.turn = 100
-    both = rollouts(*engines)
 
     async def handed(call: InferCall, of_all: int) -> asyncio.Future[list[RolloutEnvelope]]:
-        answering = asyncio.ensure_future(both.answer(call, CallRecord("/infer/")))
+        answering = asyncio.ensure_future(answer(call, *engines))
         await reached(lambda: sum(len(engine.turns) for engine in engines) == of_all)
         return answering
 
@@ -248,12 +244,11 @@ def test_requests_of_two_calls_alternate_at_each_engine() -> None:
 @pytest.mark.req("SRV-02")
 def test_small_call_is_rendered_before_most_of_a_large_one() -> None:
     engine = EchoEngine()
-    both = rollouts(engine)
 
     async def work() -> list[RolloutEnvelope]:
-        large = asyncio.ensure_future(both.answer(call(*["a"] * 1000), CallRecord("/infer/")))
+        large = asyncio.ensure_future(answer(call(*["a"] * 1000), engine))
         await reached(lambda: len(engine.rendered) == 300)  # without a limit all would wait now
-        small = await both.answer(call("b"), CallRecord("/infer/"))
+        small = await answer(call("b"), engine)
         return await large + small
 
     assert len(run(work())) == 1001

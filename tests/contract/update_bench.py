@@ -8,9 +8,8 @@ from typing import Any, ParamSpec
 import pytest
 from torch.distributed import HashStore
 
-from rollout_server.runtime.refusals import refusal
 from rollout_server.weights.pushes import Pushes
-from shared_contracts.errors import Problem, ProblemError
+from shared_contracts.errors import Problem, ProblemError, refusal
 from shared_contracts.weights import (
     CommunicatorReady,
     GroupCall,

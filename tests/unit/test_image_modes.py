@@ -13,7 +13,7 @@ from PIL import Image
 from vllm.multimodal.image import convert_image_mode
 
 from learner.data.images import ImageInfo, UnreadableImage, inspect_image, open_upright
-from rollout_server.runtime.refusals import BadRequest
+from rollout_server.engines.engine_protocol import BadRequest
 from rollout_server.serving.media import ImageSource, decode_image
 
 pytestmark = pytest.mark.req("WIRE-04", "ROLL-01")

@@ -33,6 +33,7 @@ from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
     Aborted,
     Adapter,
+    BadRequest,
     ChatGenerate,
     Completion,
     EngineDead,
@@ -45,10 +46,10 @@ from rollout_server.engines.engine_protocol import (
 from rollout_server.engines.vllm.push_engine import BACKEND
 from rollout_server.engines.vllm.repeat_processor import active_sentinel
 from rollout_server.runtime.concurrency import cancel_when
-from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
 from shared_contracts.checkpoints import ENGINE_SHARE
+from shared_contracts.errors import refusal
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta

@@ -2,7 +2,8 @@
 
 from argparse import ArgumentParser
 from collections.abc import AsyncGenerator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fastapi import FastAPI
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -16,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rollout_server.engines.engine_protocol import ChatGenerate
 
 
+@dataclass
 class BalancedClient:
     """vLLM's `EngineClient` over the engines of all replicas.
 
@@ -23,14 +25,12 @@ class BalancedClient:
     generate_chat: chooses the engine that generates.
     """
 
-    errored = False  # `generate` chooses a living engine
-
-    def __init__(self, first: AsyncLLM, generate_chat: ChatGenerate) -> None:
-        self._first = first
-        self._generate_chat = generate_chat
+    first: AsyncLLM
+    generate_chat: ChatGenerate
+    errored: ClassVar = False  # `generate` chooses a living engine
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._first, name)
+        return getattr(self.first, name)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: object
@@ -38,7 +38,7 @@ class BalancedClient:
         """Generate with the server's priority, adapter and request id; ignores other options."""
         n, max_tokens = sampling_params.n, sampling_params.max_tokens or 0
         tokens = len(prompt["prompt_token_ids"]) + n * max_tokens
-        return self._generate_chat(prompt, sampling_params, tokens, n)
+        return self.generate_chat(prompt, sampling_params, tokens, n)
 
 
 async def openai_app(llm: AsyncLLM, generate_chat: ChatGenerate) -> FastAPI:

@@ -191,20 +191,20 @@ def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Re
     return kind(group, info.timeout_s, buckets_on)
 
 
+@dataclass
 class Receiver:
     """Receives buckets over sockets or NCCL. device: of the buckets."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float, device: torch.device) -> None:
-        self._device = device
-        self._group = group
-        self._timeout_s = timeout_s
+    group: ProcessGroup
+    timeout_s: float
+    device: torch.device
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Yield a uint8 tensor of each size; the next one is received meanwhile.
 
         Raises RuntimeError if rank 0 is lost or the transfer exceeds the group's timeout.
         """
-        left = _countdown(self._timeout_s)
+        left = _countdown(self.timeout_s)
         arriving = self._begin(sizes[0], left)
         for size in [*sizes[1:], None]:
             data, work = arriving
@@ -214,10 +214,10 @@ class Receiver:
             yield data
 
     def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Any]:
-        self._group.set_timeout(left())
+        self.group.set_timeout(left())
         # A new tensor each time: the reload keeps views of it until a layer is complete.
-        data = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return data, self._group.broadcast(data, 0)
+        data = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return data, self.group.broadcast(data, 0)
 
 
 class SharedMemoryReceiver(Receiver):
@@ -225,7 +225,7 @@ class SharedMemoryReceiver(Receiver):
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Yield a uint8 tensor of each size; rank 0 fills the next slot meanwhile."""
-        left = _countdown(self._timeout_s)
+        left = _countdown(self.timeout_s)
         length = int(self._broadcast(torch.empty(1, dtype=torch.int64), left))
         if not 0 < length <= _MOST_JSON:
             raise RuntimeError(f"{length} bytes cannot describe the learner's memory")
@@ -237,13 +237,13 @@ class SharedMemoryReceiver(Receiver):
             data = slots[number % 2][:size].clone()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
-            self._group.set_timeout(left())
-            self._group.barrier().wait(left())
+            self.group.set_timeout(left())
+            self.group.barrier().wait(left())
             yield data
 
     def _broadcast(self, tensor: Tensor, left: Callable[[], timedelta]) -> Tensor:
-        self._group.set_timeout(left())
-        self._group.broadcast(tensor, 0).wait(left())
+        self.group.set_timeout(left())
+        self.group.broadcast(tensor, 0).wait(left())
         return tensor
 
 
