@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from learner.config import merge, parse_config
+from learner.config import merge
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.operate import launch
@@ -24,7 +24,7 @@ from shared_contracts.machine import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.unit.scripted_server import scripted_server
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import ConfigOf
 
 pytestmark = pytest.mark.req("DEP-02")
 
@@ -116,10 +116,8 @@ def test_server_on_another_host_is_refused(url: str, part: str) -> None:
     with pytest.raises(ContractErrors) as caught:
         addresses_here(at(url))
     (error,) = caught.value.errors
-    assert error.where == f"{SERVERS}[0].base_url"
-    assert part in error.found
-    assert "deploy/train_stage2.sh" in error.do
-    assert "rollout-server serve" in error.do
+    assert (error.where, part in error.found) == (f"{SERVERS}[0].base_url", True)
+    assert all(way in error.do for way in ("deploy/train_stage2.sh", "rollout-server serve"))
 
 
 def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,21 +147,24 @@ def test_port_has_one_use_on_all_addresses() -> None:
 
 
 @pytest.fixture
-def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
-    return config_of(toy_checkpoint, toy_data, tmp_path)
-
-
-def config_of(checkpoint: Path, toy: ToyData, folder: Path, **sections: Any) -> Config:
-    """A run of two servers."""
+def config_with(config_of: ConfigOf) -> ConfigOf:
+    """A run of two servers, with other sections merged over it."""
     ports = free_ports(4)
     servers = [
         {"base_url": f"http://{LOOPBACK}:{http}", "group_port": group}
         for http, group in zip(ports[:2], ports[2:], strict=True)
     ]
-    rollout = {"decode_batch_size": 4, "vllm": {"mode": "server", "server": {"servers": servers}}}
-    mapping = small_mapping(checkpoint, toy, folder / "out", rollout_matching=rollout)
-    mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
-    return parse_config(merge(mapping, sections))
+    vllm = {"mode": "server", "server": {"servers": servers}}
+    own = {
+        "rollout_matching": {"decode_batch_size": 4, "vllm": vllm},
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+    }
+    return lambda **sections: config_of(**merge(own, sections))
+
+
+@pytest.fixture
+def config(config_with: ConfigOf) -> Config:
+    return config_with()
 
 
 @pytest.fixture
@@ -172,22 +173,16 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_a_list_of_gpus_with_a_fault_counts_as_many_processes(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    config = config_of(toy_checkpoint, toy_data, tmp_path, training={"data_parallel": "fsdp2"})
+def test_a_list_of_gpus_with_a_fault_counts_as_many_processes(config_with: ConfigOf) -> None:
+    config = config_with(training={"data_parallel": "fsdp2"})
     with refused() as found:
         plan_launch(FILE, config, gpus("0", "1", train="2,x"), {})
     assert [where for where, _ in found] == ["--train-gpus"]
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_faults_of_every_kind_are_reported_together(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    config = config_of(
-        toy_checkpoint, toy_data, tmp_path, data={"train_jsonl": str(tmp_path / "none.jsonl")}
-    )
+def test_faults_of_every_kind_are_reported_together(config_with: ConfigOf, tmp_path: Path) -> None:
+    config = config_with(data={"train_jsonl": str(tmp_path / "none.jsonl")})
     own = {"port": 1, "gpus": [0], "tensor_parallel_size": 2, "token_file": "/run/token"}
     taken = [config_port(config, 0), config_port(config, 1, "group_port")]
     with (
@@ -205,7 +200,7 @@ def test_faults_of_every_kind_are_reported_together(
         str(tmp_path / "none.jsonl"),
     ]
     assert "it has gpus, port, token_file" in found[0][1]
-    assert not (tmp_path / "out").exists()
+    assert not config.training.output_dir.exists()
 
 
 def config_port(config: Config, index: int, key: str = "base_url") -> int:
@@ -227,9 +222,9 @@ def config_port(config: Config, index: int, key: str = "base_url") -> int:
     ],
 )
 def test_run_that_cannot_be_launched_is_refused(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, sections: dict[str, Any], where: str
+    config_with: ConfigOf, sections: dict[str, Any], where: str
 ) -> None:
-    config = config_of(toy_checkpoint, toy_data, tmp_path, **sections)
+    config = config_with(**sections)
     with refused() as found:
         plan_launch(FILE, config, LaunchOptions("cpu", train_processes=4), {})
     assert [place for place, _ in found] == [where]

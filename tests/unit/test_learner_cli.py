@@ -207,9 +207,6 @@ def test_a_step_larger_than_the_data_and_a_buffer_smaller_than_a_step_are_refuse
     assert run.error().where == "rollout_matching.async_rollout.queue_limit"
 
 
-# --- GPUs and processes -----------------------------------------------------------------
-
-
 @pytest.mark.req("RES-04")
 def test_several_processes_without_torchrun_are_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch

@@ -55,9 +55,6 @@ CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5)
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
 
 
-# ---- boxes ---------------------------------------------------------------------------
-
-
 @pytest.mark.req("LOSS-03")
 @given(BOXES, BOXES)
 def test_ciou_of_any_boxes_points_and_lines_is_the_plain_one_with_a_finite_gradient(
@@ -71,9 +68,6 @@ def test_ciou_of_any_boxes_points_and_lines_is_the_plain_one_with_a_finite_gradi
     (gradient,) = torch.autograd.grad(loss, narrow)
     assert math.isfinite(loss.item())
     assert torch.isfinite(gradient).all()
-
-
-# ---- gates and fences ----------------------------------------------------------------
 
 
 @pytest.mark.req("LOSS-04")
@@ -110,9 +104,6 @@ def test_bounds_in_place_are_the_bounds() -> None:
     raw = torch.tensor([math.nan, math.inf, -math.inf, 2e4, -2e4, 1e4, -1e4, 5.0])
     assert torch.equal(bound_(raw.clone()), bounded(raw))
     assert is_outside(raw).tolist() == [True, True, True, True, True, False, False, False]
-
-
-# ---- monitors ------------------------------------------------------------------------
 
 
 @pytest.mark.req("LOSS-06", "CFG-08")
@@ -239,9 +230,6 @@ def test_logits_of_any_type_have_the_loss_and_the_gradient_of_their_values(
         assert ((found.double() - expected).abs() <= rounding).all()
 
 
-# ---- names ---------------------------------------------------------------------------
-
-
 @pytest.mark.req("LOSS-05", "CFG-08", "RES-10", "LOSS-04")
 @pytest.mark.scenario("Enabled coord soft-CE/W1 increases Stage-2 coord regularization")
 def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
@@ -270,9 +258,6 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
     without = [module for module in EVERYTHING.objective if module.name != "bbox_geo"]
     found = replace(case, config=declared(*without)).loss(logits).atoms
     assert found == {key: value for key, value in whole.items() if "bbox" not in key}
-
-
-# ---- single logits -------------------------------------------------------------------
 
 
 @pytest.mark.req("LOSS-01", "LOSS-04")

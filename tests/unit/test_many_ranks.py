@@ -258,9 +258,6 @@ def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
         assert compared == [(server.base_url, 2)] * 3
 
 
-# --- Pushes by all processes ------------------------------------------------------------
-
-
 @pytest.mark.req("ROLL-03", "FULL-07")
 def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
     """Nothing opens the group, and its limit is far away."""

@@ -285,9 +285,6 @@ def all_ious(a: list[PlainShape], b: list[PlainShape], resolution: int) -> list[
     return ious
 
 
-# ---- what has no mask ----------------------------------------------------------------
-
-
 @pytest.mark.req("MATCH-02")
 def test_a_canvas_has_as_many_pixels_as_pycocotools_can_count() -> None:
     for resolution in (1, MAX_RESOLUTION + 1):
@@ -301,9 +298,6 @@ def test_a_canvas_has_as_many_pixels_as_pycocotools_can_count() -> None:
         assert mask_iou(whole, WHOLE, side) == 1.0
 
 
-# ---- boxes ---------------------------------------------------------------------------
-
-
 @pytest.mark.req("MATCH-02")
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_a_box_with_an_edge_at_any_bin_is_that_of_pycocotools(resolution: int) -> None:
@@ -313,8 +307,6 @@ def test_a_box_with_an_edge_at_any_bin_is_that_of_pycocotools(resolution: int) -
     found = all_ious([*ends, *begins], [WHOLE], resolution)
     assert np.array_equal(found, coco_ious([*ends, *begins], [WHOLE], resolution))
 
-
-# ---- any two shapes ------------------------------------------------------------------
 
 BOXES = st.one_of(boxes(), boxes(PLACES), st.tuples(BINS, BINS, BINS, BINS).map(lambda c: box(*c)))
 SHAPES = st.one_of(BOXES, polygons())

@@ -178,9 +178,6 @@ def test_log_probabilities_cost_rows_only_where_there_are_some_and_change_no_gra
     assert all(torch.equal(same[name], gradient) for name, gradient in gradients.items())
 
 
-# --- steps: packs whose mismatch is given
-
-
 def config(bound: float) -> Config:
     rollout = {"logprobs": True, "max_logprob_mismatch": bound}
     return parse_config(merge(CONFIG.model_dump(mode="json"), {"rollout_matching": rollout}))

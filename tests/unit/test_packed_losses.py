@@ -105,9 +105,6 @@ def test_segments_add_up_to_their_pack(
         assert difference < 1e-4 * own, name
 
 
-# --- refusals
-
-
 class Spoilt(nn.Module):
     """A model with a fault.
 

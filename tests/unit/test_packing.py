@@ -5,7 +5,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config import load_config
-from learner.data.toy import ToyData
 from learner.rollout.distribution import PARTS, cut
 from learner.stages.packing import StepPacker, forwards_due, plan_packs, select_segments
 from learner.training.input_checks import check_step_budget
 from learner.types import Place
 from shared_contracts.errors import ContractError
-from tests.unit.small_run import small_config
+from tests.unit.refusals import refused
+from tests.unit.small_run import WARMUP, ConfigOf
 
-WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 CAPACITY = 20
 
 # Many of the same length, and many that fill a pack alone or in halves.
@@ -105,18 +103,16 @@ def test_a_selection_is_the_oldest_with_others_as_full_as_first_come_at_least(
 @pytest.mark.req("PACK-02")
 @pytest.mark.scenario("Missing binpacking dependency fails fast")
 def test_without_the_binpacking_module_a_run_that_packs_fails_at_its_start(
-    monkeypatch: pytest.MonkeyPatch, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, config_of: ConfigOf
 ) -> None:
-    config = small_config(toy_checkpoint, toy_data, tmp_path, training={"packing": True})
+    config = config_of(training={"packing": True})
     check_step_budget(config, 100, 1)
     monkeypatch.setitem(sys.modules, "binpacking", None)
-    with pytest.raises(ContractError) as error:
+    found, do = "'binpacking' is not installed", "pip install binpacking.* training.packing: false"
+    with refused("training.packing", found, do):
         select_segments([1, 2], 20)
     with pytest.raises(ContractError, match="binpacking"):
         check_step_budget(config, 100, 1)
-    assert error.value.where == "training.packing"
-    assert error.value.found == "the module 'binpacking' is not installed"
-    assert error.value.do == "Install it (pip install binpacking) or set training.packing: false"
 
 
 # ---- a whole pool --------------------------------------------------------------------
@@ -256,14 +252,10 @@ def test_no_pack_mixes_two_versions() -> None:
 @pytest.mark.scenario("Oversized segment fails fast")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_segment_that_no_pack_holds_is_named_with_the_ways_out(last: bool) -> None:
-    with pytest.raises(ContractError) as long:
+    found = "sample train.jsonl:2 takes 21 tokens and a pack holds 20"
+    do = "Raise global_max_length, lower .*max_new_tokens, or set training.packing: false"
+    with refused("global_max_length", found, do):
         step().chunk(items(20, 21), last=last)
-    assert long.value.where == "global_max_length"
-    assert long.value.found == "sample train.jsonl:2 takes 21 tokens and a pack holds 20"
-    assert long.value.do == (
-        "Raise global_max_length, lower rollout_matching.max_new_tokens, "
-        "or set training.packing: false"
-    )
     with pytest.raises(ContractError, match="index 1 of the buffer"):
         select_segments([5, 21], 20)
     with pytest.raises(ContractError, match="index 1 of the pool"):

@@ -28,8 +28,6 @@ from tests.unit.answers import (
 from tests.unit.dropped_values import BOX, DROPPED
 from tests.unit.toy_bpe import train_toy_tokenizer
 
-# ---- valid answers -------------------------------------------------------------------
-
 
 @pytest.mark.req("PARSE-01", "PARSE-03", "ARCH-02")
 def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
@@ -311,9 +309,6 @@ def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_bef
     assert not parsed.truncated
 
 
-# ---- where entries end ---------------------------------------------------------------
-
-
 @pytest.mark.req("PARSE-04", "LOSS-01")
 @pytest.mark.parametrize(
     "invalid", ['"object_1"', '"object_1":', '"object_1" none', '"object_1": 5 "loose"']
@@ -329,9 +324,6 @@ def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
     assert [end for end, i in parsed.entry_ends if i is None] == [written - 1 - last]
     assert parsed.dropped == [("object_1", "key_invalid")]
     assert [found.index for found in parsed.objects] == [2]
-
-
-# ---- numbering -----------------------------------------------------------------------
 
 
 @pytest.mark.req("PARSE-06")

@@ -10,14 +10,14 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
 from learner.commands import run as run_command
-from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
+from learner.config import dump_resolved, merge
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
@@ -37,7 +37,8 @@ from learner.training.run_log import open_run_folder
 from learner.training.train import train, train_as
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import small_mapping
+from tests.unit.refusals import refused
+from tests.unit.small_run import ConfigOf
 
 STEPS = 4
 WRITER = """
@@ -48,20 +49,24 @@ with lock_folder(Path(sys.argv[1])):
 """
 
 
+OWN = {
+    "training": {
+        "max_steps": STEPS,
+        "save_steps": 1,
+        "lr_scheduler_type": "constant",
+        "effective_batch_size": 8,
+        "warmup_ratio": 0.0,
+        "resume": "auto",
+    },
+    "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+    "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4},
+}
+
+
 @pytest.fixture
-def mapping(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> dict[str, Any]:
-    """A resumable run of two epochs: both channels, answers of the learner, a constant rate."""
-    training = {"max_steps": STEPS, "save_steps": 1, "lr_scheduler_type": "constant"}
-    mapping = small_mapping(
-        toy_checkpoint,
-        toy_data,
-        tmp_path / "run",
-        training={**training, "effective_batch_size": 8, "warmup_ratio": 0.0, "resume": "auto"},
-        stage2_ab={"schedule": {"b_ratio": 0.5}},
-    )
-    hf = {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4}
-    mapping["rollout_matching"] = hf
-    return mapping
+def resumable(config_of: ConfigOf) -> ConfigOf:
+    """A run of two epochs with both channels, answers of the learner and a constant rate."""
+    return lambda **sections: config_of(**merge(OWN, sections))
 
 
 def with_checkpoint(config: Config, step: int, peers: Peers = SINGLE_PROCESS, **state: Any) -> Path:
@@ -78,14 +83,13 @@ def with_checkpoint(config: Config, step: int, peers: Peers = SINGLE_PROCESS, **
 
 
 @pytest.mark.req("RUN-01")
-def test_a_folder_with_a_run_is_refused_unless_resume_is_auto(mapping: dict[str, Any]) -> None:
-    checkpoint = with_checkpoint(parse_config(mapping), 4)
-    start = find_start(parse_config(mapping), processes=1)
+def test_a_folder_with_a_run_is_refused_unless_resume_is_auto(resumable: ConfigOf) -> None:
+    checkpoint = with_checkpoint(resumable(), 4)
+    start = find_start(resumable(), processes=1)
     assert (start.step, start.weights_version, start.folder) == (4, 4, str(checkpoint))
-    never = parse_config(merge(mapping, {"training": {"resume": "never"}}))
-    with pytest.raises(ContractError, match="holds another run") as caught:
+    never = resumable(training={"resume": "never"})
+    with refused("training.output_dir", "holds another run", "training.resume to auto"):
         find_start(never, processes=1)
-    assert "training.resume to auto" in caught.value.do
     (checkpoint.parent / "metrics.jsonl").unlink()
     with pytest.raises(ContractError, match="holds another run"):
         find_start(never, processes=1)
@@ -94,18 +98,16 @@ def test_a_folder_with_a_run_is_refused_unless_resume_is_auto(mapping: dict[str,
 
 
 @pytest.mark.req("RUN-01")
-def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]) -> None:
-    config = parse_config(mapping)
+def test_a_folder_that_another_process_writes_is_refused(resumable: ConfigOf) -> None:
+    config = resumable()
     folder = config.training.output_dir
     folder.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], stdin=PIPE, stdout=PIPE
-    ) as other:
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(ContractError, match=r"a run writes .*run\.json names") as caught:
+        with refused("training.output_dir", r"a run writes .*run\.json names"):
             find_start(config, processes=1)
-        assert caught.value.where == "training.output_dir"
         other.kill()
     assert find_start(config, processes=1).step == 0
 
@@ -113,20 +115,19 @@ def test_a_folder_that_another_process_writes_is_refused(mapping: dict[str, Any]
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_that_began_and_ended_while_this_one_started_keeps_its_logs(
-    mapping: dict[str, Any], resume: str
+    resumable: ConfigOf, resume: str
 ) -> None:
-    config = parse_config(merge(mapping, {"training": {"resume": resume}}))
+    config = resumable(training={"resume": resume})
     start = find_start(config, processes=1)
     checkpoint = with_checkpoint(config, 4)
     if resume == "never":
         shutil.rmtree(checkpoint)
     logged = (checkpoint.parent / "metrics.jsonl").read_text()
     with (
-        pytest.raises(ContractError, match="another run has written") as caught,
+        refused("training.output_dir", "another run has written"),
         open_run_folder(config, None, start),
     ):
         pass
-    assert caught.value.where == "training.output_dir"
     assert (checkpoint.parent / "metrics.jsonl").read_text() == logged
 
 
@@ -140,24 +141,24 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize(("change", "keys"), CHANGES)
 def test_another_run_cannot_resume_from_a_checkpoint(
-    mapping: dict[str, Any], change: dict[str, Any], keys: list[str]
+    resumable: ConfigOf, change: dict[str, Any], keys: list[str]
 ) -> None:
-    with_checkpoint(parse_config(mapping), 4)
+    with_checkpoint(resumable(), 4)
     with pytest.raises(ContractErrors, match="must have the same value") as caught:
-        find_start(parse_config(merge(mapping, change)), processes=1)
+        find_start(resumable(**change), processes=1)
     assert [error.where for error in caught.value.errors] == keys
     assert RESOLVED in caught.value.found
 
 
 @pytest.mark.req("RUN-01")
-def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(mapping: dict[str, Any]) -> None:
+def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(resumable: ConfigOf) -> None:
     """Starting anew would remove them."""
-    config = parse_config(mapping)
+    config = resumable()
     folder = config.training.output_dir
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-    (folder / RESOLVED).write_text(dump_resolved(parse_config(mapping)))
+    other = resumable(tuner={"train_type": "lora", "lora_rank": 2, "lora_alpha": 4})
+    (folder / RESOLVED).write_text(dump_resolved(other))
     with pytest.raises(ContractErrors) as caught:
         find_start(config, processes=1)
     assert {error.where.partition(".")[0] for error in caught.value.errors} == {"tuner"}
@@ -165,10 +166,11 @@ def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(mapping: dict[
 
 
 @pytest.mark.req("RUN-01")
-def test_changed_samples_are_refused(mapping: dict[str, Any], tmp_path: Path) -> None:
-    own = tmp_path / "train.jsonl"
-    own.write_text(Path(mapping["data"]["train_jsonl"]).read_text())
-    config = parse_config(merge(mapping, {"data": {"train_jsonl": str(own)}}))
+def test_changed_samples_are_refused(
+    resumable: ConfigOf, toy_data: ToyData, tmp_path: Path
+) -> None:
+    own = Path(shutil.copy(toy_data.train_jsonl, tmp_path))
+    config = resumable(data={"train_jsonl": str(own)})
     with_checkpoint(config, 4)
     assert find_start(config, processes=1).step == 4
     own.write_text(own.read_text() + "\n")
@@ -178,9 +180,9 @@ def test_changed_samples_are_refused(mapping: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.req("RUN-01")
 def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state(
-    mapping: dict[str, Any],
+    resumable: ConfigOf,
 ) -> None:
-    config = parse_config(mapping)
+    config = resumable()
     config.training.output_dir.mkdir()
     in_ranks(2, lambda peers: with_checkpoint(config, 2, peers))
     assert find_start(config, processes=2).state(1, 2) == {}
@@ -195,15 +197,14 @@ def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state
 
 @pytest.mark.req("RUN-01")
 def test_processes_that_see_different_folders_stop_before_logs_are_truncated(
-    mapping: dict[str, Any],
+    resumable: ConfigOf,
 ) -> None:
-    config = parse_config(mapping)
+    config = resumable()
     folder = with_checkpoint(config, 2).parent
     resumed, inputs = find_start(config, processes=1), check_inputs(config, {})
 
     def errors(folders: list[Path], starts: list[Start]) -> list[str]:
-        places = [{"training": {"output_dir": str(each)}} for each in folders]
-        configs = [parse_config(merge(mapping, place)) for place in places]
+        configs = [resumable(training={"output_dir": str(each)}) for each in folders]
 
         def work(peers: Peers) -> None:
             given = replace(inputs, start=starts[peers.rank])
@@ -244,14 +245,11 @@ def test_logs_are_truncated_to_their_sizes_at_the_checkpoint(tmp_path: Path) -> 
     assert (tmp_path / "metrics.jsonl").read_text() == "1\n"
 
 
-def run(mapping: dict[str, Any], name: str, printed: io.StringIO | None = None) -> Path:
-    out = Path(mapping["training"]["output_dir"]).with_name(name)
-    config = parse_config(merge(mapping, {"training": {"output_dir": str(out)}}))
-    return train(config, check_inputs(config), [], Console(file=printed or io.StringIO()))
-
-
-def until(mapping: dict[str, Any], steps: int) -> dict[str, Any]:
-    return merge(mapping, {"training": {"max_steps": steps}})
+def run(config: Config) -> tuple[Path, str]:
+    """The run folder, and what was printed."""
+    console = Console(file=io.StringIO(), width=500)
+    folder = train(config, check_inputs(config), [], console)
+    return folder, cast(io.StringIO, console.file).getvalue()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -278,17 +276,19 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.req("RUN-01", "MET-01", "STEP-01")
 @pytest.mark.scenario("Channel selection continues across checkpoint resume")
-def test_a_resumed_run_equals_an_uninterrupted_one(mapping: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(resumable: ConfigOf, tmp_path: Path) -> None:
     """With dropout, evaluations, steps after the checkpoint, over the end of an epoch."""
     lora = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.2}
-    mapping["tuner"] = lora
-    mapping = merge(mapping, {"training": {"eval_strategy": "steps", "eval_steps": 2}})
-    whole = run(mapping, "whole")
-    resumed = run(until(mapping, 3), "resumed")
+
+    def config(name: str, **training: Any) -> Config:
+        own = {"eval_strategy": "steps", "eval_steps": 2, "output_dir": str(tmp_path / name)}
+        return resumable(tuner=lora, training=own | training)
+
+    whole, _ = run(config("whole"))
+    resumed, _ = run(config("resumed", max_steps=3))
     shutil.rmtree(resumed / "checkpoint-3")
-    printed = io.StringIO()
-    run(mapping, "resumed", printed)
-    assert f"Going on from {resumed / 'checkpoint-2'}" in printed.getvalue()
+    _, printed = run(config("resumed"))
+    assert f"Going on from {resumed / 'checkpoint-2'}" in printed
     assert numbers(resumed) == numbers(whole)
     calls = lines(resumed / "rollout_calls.jsonl")
     assert [call.get("step", "evaluation") for call in calls] == [2, "evaluation", 4, "evaluation"]
@@ -300,17 +300,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(mapping: dict[str, Any]) -> N
 
 @pytest.mark.req("RUN-01", "MET-01")
 def test_a_run_without_a_checkpoint_starts_anew_and_save_steps_may_change(
-    mapping: dict[str, Any],
+    resumable: ConfigOf,
 ) -> None:
-    mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.0
-    folder = run(until(mapping, 1), "run")
+    channel_a = {"schedule": {"b_ratio": 0.0}}
+    short = resumable(stage2_ab=channel_a, training={"max_steps": 1})
+    folder, _ = run(short)
     before = numbers(folder)
     shutil.rmtree(folder / "checkpoint-1")
-    printed = io.StringIO()
-    run(until(mapping, 1), "run", printed)
-    assert "this run starts anew" in printed.getvalue()
+    _, printed = run(short)
+    assert "this run starts anew" in printed
     assert numbers(folder) == before
-    run(merge(mapping, {"training": {"save_steps": 3}}), "run")
+    run(resumable(stage2_ab=channel_a, training={"save_steps": 3}))
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert names == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     assert [line[0] for line in numbers(folder)] == [1, 2, 3, 4]
@@ -319,12 +319,12 @@ def test_a_run_without_a_checkpoint_starts_anew_and_save_steps_may_change(
 
 @pytest.mark.req("RUN-01", "CFG-01")
 def test_a_finished_run_changes_no_file(
-    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    resumable: ConfigOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_checkpoint(parse_config(mapping), STEPS)
-    path = Path(mapping["training"]["output_dir"]).with_suffix(".yaml")
-    path.write_text(dump_mapping(mapping))
-    assert load_mapping(path) == mapping
+    config = resumable()
+    with_checkpoint(config, STEPS)
+    path = config.training.output_dir.with_suffix(".yaml")
+    path.write_text(dump_resolved(config))
     before = sorted(path.parent.rglob("*"))
     run_command.train(path)
     assert f"Finished at step {STEPS}" in capsys.readouterr().out
@@ -333,10 +333,8 @@ def test_a_finished_run_changes_no_file(
 
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize("content", [None, "model: [\n"], ids=["lost", "damaged"])
-def test_an_unreadable_resolved_config_is_refused(
-    mapping: dict[str, Any], content: str | None
-) -> None:
-    config = parse_config(mapping)
+def test_an_unreadable_resolved_config_is_refused(resumable: ConfigOf, content: str | None) -> None:
+    config = resumable()
     with_checkpoint(config, 2)
     resolved = config.training.output_dir / RESOLVED
     resolved.unlink()
@@ -348,9 +346,9 @@ def test_an_unreadable_resolved_config_is_refused(
 
 @pytest.mark.req("RUN-01")
 def test_files_of_another_user_are_refused_before_a_run_resumes(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    resumable: ConfigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = parse_config(mapping)
+    config = resumable()
     checkpoint = with_checkpoint(config, 2)
     (rollouts := checkpoint.with_name("rollouts")).mkdir()
     for path in (checkpoint, rollouts, checkpoint.with_name("metrics.jsonl")):
@@ -359,4 +357,4 @@ def test_files_of_another_user_are_refused_before_a_run_resumes(
             find_start(config, processes=1)
     curves = {"training": {"logging_dir": str(rollouts.with_name("metrics.jsonl") / "curves")}}
     with pytest.raises(ContractErrors, match=r"training\.logging_dir"):
-        find_start(parse_config(merge(mapping, curves)), processes=1)
+        find_start(resumable(**curves), processes=1)

@@ -25,6 +25,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.fleets import fleet
+from tests.unit.refusals import refused
 from tests.unit.scripted_server import ScriptedPusher
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -133,9 +134,6 @@ def test_folded_ids_unfold_to_the_same_ids(ids: list[int]) -> None:
     assert folded([7, *[5] * 1024, 7, 7, 7]) == [7, [5, 1024], 7, 7, 7]
 
 
-# --- read back
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.json").write_text('{"versions": {"torch": "2"}}')
@@ -171,9 +169,8 @@ def test_an_unfinished_last_line_is_ignored_and_a_broken_line_is_named(folder: P
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert RunFolder.open(folder).metrics() == [{"step": 1}, {"step": 2}]
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
-    with pytest.raises(ContractError) as caught:
+    with refused(f"{folder / 'metrics.jsonl'}:2"):
         RunFolder.open(folder).metrics()
-    assert caught.value.where == f"{folder / 'metrics.jsonl'}:2"
 
 
 def test_an_answer_without_a_required_field_is_refused(
@@ -186,9 +183,6 @@ def test_an_answer_without_a_required_field_is_refused(
     file.write_text(json.dumps(record) + "\n")
     with pytest.raises(ContractError, match="StepAnswer match Field required"):
         RunFolder.open(folder).answers(0)
-
-
-# --- the record of calls
 
 
 @pytest.mark.req("SEED-02")

@@ -63,9 +63,6 @@ def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
     )
 
 
-# ---- the role of each token ----------------------------------------------------------
-
-
 @dataclass
 class Owned:
     """A text with the owner of each of its bytes.

@@ -180,9 +180,6 @@ def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
         assert len(reach_servers(config, {}, samples)) == 1
 
 
-# --- FSDP2 ------------------------------------------------------------------------------
-
-
 HF = {"rollout_matching": {"rollout_backend": "hf"}}
 COLOCATED = {"mode": "colocate", "server": None}
 OFFLOAD = {"enabled": True, "offload_model": True}

@@ -42,7 +42,7 @@ from tests.unit.config_faults import changed, only_error
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import rollout, small_config, written
+from tests.unit.small_run import ConfigOf, rollout, small_config, written
 
 Gradients = dict[str, Tensor]
 
@@ -136,25 +136,16 @@ class Parts:
         return self.gradients()
 
 
-ConfigOf = Callable[..., Config]
-
-
 @pytest.fixture(scope="module")
 def config_of(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> ConfigOf:
-    """A config from `training` keys, the packing capacity and the share of channel B."""
+    """A config from the share of channel B and sections."""
     out = tmp_path_factory.mktemp("step")
 
-    def make(capacity: int = 640, b_ratio: float = 0.0, **training: Any) -> Config:
-        return small_config(
-            toy_checkpoint,
-            toy_data,
-            out,
-            training=training,
-            global_max_length=capacity,
-            stage2_ab={"schedule": {"b_ratio": b_ratio}},
-        )
+    def make(b_ratio: float = 0.0, **sections: Any) -> Config:
+        schedule = {"schedule": {"b_ratio": b_ratio}}
+        return small_config(toy_checkpoint, toy_data, out, stage2_ab=schedule, **sections)
 
     return make
 
@@ -179,7 +170,7 @@ def close(a: Gradients, b: Gradients) -> bool:
 def test_packs_add_up_to_the_gradient_of_their_shares(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    config = config_of(capacity=210)
+    config = config_of(global_max_length=210)
     _, report, gradients = parts.step(parts.runner(config), samples[:5])
     segments = parts.channel_a.segments(samples[:5])
     plan = plan_packs([len(s) for s in segments], 210, config.training.packing_min_fill_ratio)
@@ -231,13 +222,10 @@ def test_poorly_filled_packs_are_warned_about_once(
     training: dict[str, Any],
     warnings: int,
 ) -> None:
-    runner = parts.runner(config_of(**training))
+    runner = parts.runner(config_of(training=training))
     for step in range(2):
         parts.step(runner, samples[:1], step)
     assert caplog.text.count("training.packing_min_fill_ratio 90 %") == warnings
-
-
-N_SAMPLES = 4
 
 
 @pytest.mark.req("CFG-05", "RES-01")
@@ -247,11 +235,10 @@ N_SAMPLES = 4
 )
 @pytest.mark.parametrize("decode_batch_size", [2, 4])
 def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, decode_batch_size: int
+    config_of: ConfigOf, samples: list[Sample], tmp_path: Path, decode_batch_size: int
 ) -> None:
     hf = {"rollout_backend": "hf", "decode_batch_size": decode_batch_size, "max_new_tokens": 2}
-    schedule = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
-    config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=hf, **schedule)
+    config = config_of(b_ratio=1.0, rollout_matching=hf)
     parts = Parts(config)
     generating: set[int] = set()
     learning: set[int] = set()
@@ -260,9 +247,8 @@ def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
         (generating if kwargs["use_cache"] else learning).add(kwargs["input_ids"].shape[0])
 
     parts.loaded.model.register_forward_pre_hook(note, with_kwargs=True)
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
-    backend = open_backend(config, parts.loaded, [], tmp_path, samples)
-    parts.step(parts.runner(config, Policy(backend, request_settings(config))), samples)
+    backend = open_backend(config, parts.loaded, [], tmp_path, samples[:4])
+    parts.step(parts.runner(config, Policy(backend, request_settings(config))), samples[:4])
     assert (generating, learning) == ({decode_batch_size}, {1})
     old = "custom.extra.rollout_matching.decode_batch_size"
     assert only_error(changed(old, 4)).do == "Use rollout_matching.decode_batch_size"
@@ -270,19 +256,15 @@ def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
 
 @pytest.mark.req("STEP-01", "DDP-01", "RES-14")
 def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf, samples: list[Sample]
 ) -> None:
     """A rank whose own schedule has no channel B runs the channel of rank 0."""
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
-    configs = [
-        small_config(toy_checkpoint, toy_data, tmp_path, stage2_ab={"schedule": {"b_ratio": ratio}})
-        for ratio in (0.5, 0.0)
-    ]
+    configs = [config_of(b_ratio=ratio) for ratio in (0.5, 0.0)]
     loaded = [Parts(config) for config in configs]
 
     def kinds(peers: Peers) -> list[str]:
         config, parts = configs[peers.rank], loaded[peers.rank]
-        own = samples[peers.rank :: 2]
+        own = samples[peers.rank : 4 : 2]
         policy = policy_over(Scripted(own, parts))
         runner = StepRunner(config, parts.recipe(config), policy, peers=peers)
         model = parts.loaded.model

@@ -83,9 +83,6 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, d
     return answer
 
 
-# ---- what is taught ------------------------------------------------------------------
-
-
 @pytest.mark.req("PARSE-06", "APPEND-01", "APPEND-02", "MATCH-02")
 @pytest.mark.scenario(
     "All GT is appended when no valid matches exist",
@@ -134,9 +131,6 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
     assert whole == appended
 
 
-# ---- roles ---------------------------------------------------------------------------
-
-
 @pytest.mark.req("LOSS-01", "RES-05", "APPEND-02", "ARCH-02", "CHB-01", "PARSE-05")
 @pytest.mark.scenario(
     "Prefix coord tokens can be supervised without supervising prefix text tokens",
@@ -167,8 +161,6 @@ def test_roles_of_a_matched_a_false_and_an_appended_object(
         ("CLOSURE", "}}<|im_end|>"),
     ]
 
-
-# ---- coordinates ---------------------------------------------------------------------
 
 POLYGON = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
 POLYGON_SAID = f'"object_2": {{"desc": "roof", "poly": {coords(*POLYGON.coords)}}}'
@@ -211,9 +203,6 @@ def test_each_pair_with_a_polygon_is_taught_its_own_projection_by_the_matching_s
     bins = token_table(tokenizer).vocab.bins
     said = [[bins[target.token_ids[p]] for p in group.positions] for group in target.coord_groups]
     assert said == [list(s.coords) for s in (CAT.shape, POLYGON, CAT.shape)]
-
-
-# ---- the whole answer from the ground truth ------------------------------------------
 
 
 @pytest.mark.req("APPEND-01", "CHA-01")

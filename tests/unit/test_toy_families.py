@@ -47,9 +47,6 @@ def load(checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Load:
     return partial(load_small, checkpoint, toy_data, tmp_path)
 
 
-# --- packs
-
-
 @pytest.mark.req("PACK-04", "FULL-01")
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @torch.no_grad()
@@ -116,9 +113,6 @@ def test_windows_that_are_wrong_are_noticed(
         check_packing(loaded.model)
 
 
-# --- images, adapters, learning rates, arithmetic
-
-
 def test_all_linear_adapts_the_language_model(load: Load) -> None:
     tuner = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "train_coordinate_rows": False}
     loaded = load(tuner=tuner)
@@ -144,9 +138,6 @@ def test_a_pack_is_as_much_as_its_operations(
     counted = fake_steps(config, loaded, recipe, pack, ["A"])["A"].flops
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)
     assert found.flops == pytest.approx(counted, rel=0.02)
-
-
-# --- checkpoints
 
 
 @pytest.mark.req("RUN-01")

@@ -9,20 +9,14 @@ import wandb
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from learner.config import merge, parse_config
 from learner.config.schema import Config
-from learner.data.toy import ToyData
 from learner.runs.checkpoint import BEGINNING
 from learner.training.input_checks import check_inputs
 from learner.training.run_log import tracker_callbacks
 from learner.training.trainer import training_arguments
-from shared_contracts.errors import ContractError, RunError
-from tests.unit.small_run import metric_lines, run_quietly, small_mapping
-
-
-@pytest.fixture
-def mapping(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> dict[str, Any]:
-    return small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
+from shared_contracts.errors import RunError
+from tests.unit.refusals import refused
+from tests.unit.small_run import ConfigOf, metric_lines, run_quietly
 
 
 @pytest.fixture
@@ -35,23 +29,20 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     wandb.teardown()
 
 
-def reporting(mapping: dict[str, Any], *trackers: str) -> Config:
-    return parse_config(merge(mapping, {"training": {"report_to": list(trackers)}}))
+def reporting(config_of: ConfigOf, *trackers: str) -> Config:
+    return config_of(training={"report_to": list(trackers)})
 
 
 @pytest.mark.req("CFG-09")
-def test_missing_tracker_is_refused_before_anything_is_loaded(mapping: dict[str, Any]) -> None:
-    with pytest.raises(ContractError, match="pip install azureml-sdk") as caught:
-        check_inputs(reporting(mapping, "tensorboard", "azure_ml"))
-    assert caught.value.where == "training.report_to[1]"
+def test_missing_tracker_is_refused_before_anything_is_loaded(config_of: ConfigOf) -> None:
+    with refused("training.report_to[1]", "pip install azureml-sdk"):
+        check_inputs(reporting(config_of, "tensorboard", "azure_ml"))
 
 
 @pytest.mark.slow
 @pytest.mark.req("MET-03")
-def test_wandb_gets_config_name_and_numbers_of_a_run(
-    mapping: dict[str, Any], offline: Path
-) -> None:
-    config = reporting(mapping, "wandb")
+def test_wandb_gets_config_name_and_numbers_of_a_run(config_of: ConfigOf, offline: Path) -> None:
+    config = reporting(config_of, "wandb")
     folder = run_quietly(config)
     run = wandb.run
     assert run is not None
@@ -66,15 +57,15 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     assert not (folder / "tensorboard").exists(), "it was not named"
 
 
-def test_several_trackers_are_callbacks_of_several_classes(mapping: dict[str, Any]) -> None:
+def test_several_trackers_are_callbacks_of_several_classes(config_of: ConfigOf) -> None:
     """transformers warns of two callbacks of one class."""
-    callbacks = tracker_callbacks(reporting(mapping, "tensorboard", "wandb").training, BEGINNING)
+    callbacks = tracker_callbacks(reporting(config_of, "tensorboard", "wandb").training, BEGINNING)
     assert len({type(each) for each in callbacks}) == len(callbacks) == 2
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_log"])
 def test_a_tracker_that_breaks_ends_a_run_that_starts_and_is_left_out_of_one_that_goes_on(
-    mapping: dict[str, Any],
+    config_of: ConfigOf,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     event: str,
@@ -84,7 +75,7 @@ def test_a_tracker_that_breaks_ends_a_run_that_starts_and_is_left_out_of_one_tha
 
     tracker = type("Breaking", (TrainerCallback,), {"tracker": None, event: broken})
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "codecarbon", tracker)
-    config = reporting(mapping, "codecarbon")
+    config = reporting(config_of, "codecarbon")
     arguments = training_arguments(config, config.training.output_dir)
     (callback,) = tracker_callbacks(config.training, BEGINNING)
     given = (arguments, TrainerState(), TrainerControl())
