@@ -28,7 +28,7 @@ from rollout_server.engines.merge import merge, with_merged_model
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.checkpoints import ADAPTER, checkpoint_chain
 from shared_contracts.errors import ContractError, RunError
-from tests.refusals import refused
+from tests.unit.refusals import refused
 from tests.unit.small_run import ConfigOf, run_quietly, small_config, small_mapping
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}

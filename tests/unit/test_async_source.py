@@ -35,10 +35,10 @@ from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.refusals import refused
 from tests.unit.fleets import wait_until
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.refusals import refused
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts, Scripted
 

@@ -19,8 +19,8 @@ from learner.operate.eval_plan import plan_evaluation
 from learner.training.input_checks import check_inputs
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
-from tests.refusals import refused
 from tests.unit.data_files import LYING, paint
+from tests.unit.refusals import refused
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 pytestmark = pytest.mark.req("DATA-01", "STEP-02")

@@ -17,9 +17,9 @@ from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import AnswerFault, GroundTruthObject, Role, RolloutOutput, Sample, Shape
-from tests.refusals import refused
 from tests.unit.answers import entry
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
+from tests.unit.refusals import refused
 from tests.unit.small_run import small_config, written
 from tests.unit.toy_learner import PROMPT, ToyLearner
 

@@ -43,9 +43,9 @@ from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
-from tests.refusals import refused
 from tests.unit.fleets import wait_until
 from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.refusals import refused
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}

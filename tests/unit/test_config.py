@@ -14,8 +14,8 @@ from learner.config.load import EMPTY_SECTIONS
 from learner.config.schema import resolved_sync_mode
 from learner.training.input_checks import read_inputs
 from learner.types import Sample
-from tests.refusals import refused
 from tests.unit.config_faults import ALIGNED, WARMUP, changed
+from tests.unit.refusals import refused
 
 SERVER = WARMUP["rollout_matching"]["vllm"]["server"]
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}

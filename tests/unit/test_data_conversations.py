@@ -14,8 +14,8 @@ from learner.data.files import Format, detect_format
 from learner.data.jsonl import read_samples
 from learner.data.records import Corners, Rule, Scale, find_reading
 from shared_contracts.errors import ContractError
-from tests.refusals import refused
 from tests.unit.data_files import box, line, paint, write_lines
+from tests.unit.refusals import refused
 
 pytestmark = pytest.mark.req("IO-01", "DATA-01")
 

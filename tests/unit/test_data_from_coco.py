@@ -19,8 +19,8 @@ from learner.data.toy import make_data
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
-from tests.refusals import refused
 from tests.unit.data_files import paint, paint_all
+from tests.unit.refusals import refused
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02", "IO-01")
 

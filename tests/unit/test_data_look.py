@@ -25,8 +25,8 @@ from learner.models.prompts import PromptEncoder
 from learner.stages.targets import build_ground_truth_target
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.refusals import refused
 from tests.unit.data_files import LYING, box, lengths_of, line, paint, paint_all, write_lines
+from tests.unit.refusals import refused
 
 
 @pytest.fixture

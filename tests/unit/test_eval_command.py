@@ -32,11 +32,11 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.operate.eval_plan import plan_evaluation
 from learner.runs.checkpoint import BEGINNING, find_start
 from shared_contracts.errors import ContractError, ContractErrors, RunError
-from tests.refusals import refused
 from tests.unit.data_files import box as box_of_a_line
 from tests.unit.data_files import line, paint_all, write_lines
 from tests.unit.eval_answers import answered, box, sample
 from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.refusals import refused
 from tests.unit.small_run import small_config, small_mapping
 from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 

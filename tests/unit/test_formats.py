@@ -27,7 +27,6 @@ from learner.training.checkpoint_checks import check_taught_format
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids
-from tests.refusals import refused
 from tests.unit.answers import (
     CAT,
     DOG,
@@ -56,6 +55,7 @@ from tests.unit.format_readers import (
 )
 from tests.unit.parse_invariants import check_parsed
 from tests.unit.reference_parser import read_symbols
+from tests.unit.refusals import refused
 from tests.unit.small_run import rollout
 
 
