@@ -4,13 +4,12 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from learner.rollout.backend import Journal, WeightsVersion
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
-from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
+from learner.rollout.server_process import STEADY_S, SupervisedServer, free_ports
 from learner.training.input_checks import (
     check_backend,
     check_inputs,
@@ -44,6 +43,7 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
 from tests.unit.fleets import wait_until
+from tests.unit.launched import StandIn
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.refusals import refused
 
@@ -274,46 +274,16 @@ def test_a_number_of_processes_that_is_none_is_refused() -> None:
 
 # --- Its process ------------------------------------------------------------------------
 
-# Answers /health/ until it is killed. Ends at once after so many starts.
-STAND_IN = """
-import http.server, pathlib, sys
-starts = pathlib.Path(sys.argv[1])
-starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
-print("start", len(starts.read_text()), flush=True)
-if len(starts.read_text()) > int(sys.argv[3]):
-    sys.exit("no more of this")
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = b'{"status":"ok","state":"READY","weights_version":0,"server_epoch":"e-0",'
-        body += b'"replicas":[]}'
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
-"""
-
-
-class StandIn(ServerProcess):
-    """The program above in place of a server."""
-
-    def __init__(self, folder: Path, port: int, lives: int) -> None:
-        self.base_url = f"http://127.0.0.1:{port}"
-        self.log = folder / "server.log"
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", STAND_IN, str(folder / "starts"), str(port), str(lives)],
-                stdout=output,
-                stderr=output,
-            )
-
 
 @contextmanager
 def supervised(
     folder: Path, lives: int, pauses_s: Sequence[float], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[SupervisedServer]:
+    """lives: starts of the server after which it ends at once."""
     (port,) = free_ports(1)
-    server = SupervisedServer(lambda: StandIn(folder, port, lives), 60.0, pauses_s, clock)
+    settings = {"lives": lives, "code": 1, "ready": True, "stubborn": False}
+    start = partial(StandIn, folder, 0, port, settings)
+    server = SupervisedServer(start, 60.0, pauses_s, clock)
     try:
         yield server
     finally:
@@ -329,7 +299,7 @@ def given_up(server: SupervisedServer) -> bool:
 
 
 def starts(folder: Path) -> int:
-    return len((folder / "starts").read_text())
+    return len((folder / "starts-0").read_text())
 
 
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
