@@ -26,7 +26,6 @@ ROOF = GroundTruthObject("roof", Shape("poly", (0, 0, 500, 0, 500, 500)))
 
 
 def coords(*bins: int) -> str:
-    """The array of coordinate tokens as text."""
     return "[" + ", ".join(f'"{coord_token(k)}"' for k in bins) + "]"
 
 
@@ -36,7 +35,6 @@ def entry(index: int, desc: str = "cat", bins: tuple[int, ...] = (10, 20, 300, 4
 
 
 def with_value(value: str) -> str:
-    """An answer of one entry with this value."""
     return f'{{"object_1": {value}}}'
 
 
@@ -60,12 +58,10 @@ def text_in_role(tokenizer: Tokenizer, target: Target, role: Role) -> str:
 def parse(
     tokenizer: PreTrainedTokenizerFast, text: str, *, allow_poly: bool = True
 ) -> ParsedRollout:
-    """What the strict parser makes of a text."""
     return parse_rollout(encode(tokenizer, text), tokenizer, allow_poly=allow_poly)
 
 
 def prefix(tokenizer: PreTrainedTokenizerFast, parsed: ParsedRollout) -> str:
-    """Text of what was kept."""
     return text_of(tokenizer, parsed.prefix_token_ids)
 
 
@@ -85,7 +81,6 @@ DESCRIPTIONS = st.one_of(
 
 @st.composite
 def ground_truths(draw: st.DrawFn, allow_poly: bool = False) -> GroundTruthObject:
-    """A valid annotated object."""
     bins = st.integers(0, 999)
     if allow_poly and draw(st.booleans()):
         points = draw(st.lists(st.tuples(bins, bins), min_size=3, max_size=5))

@@ -21,7 +21,6 @@ def box(desc: str, *coords: int) -> dict[str, Any]:
 
 
 def line(image: str, *objects: dict[str, Any], size: tuple[int, int] = (64, 48)) -> dict[str, Any]:
-    """A line about an image of this width and height."""
     return {"images": [image], "width": size[0], "height": size[1], "objects": list(objects)}
 
 

@@ -132,7 +132,6 @@ class Costs(TorchDispatchMode):
         self._begun = False
 
     def begin(self) -> None:
-        """Count from here on."""
         gc.collect()
         gc.freeze()  # what is there now need not be looked at again
         self.operations, self.sent = Counter(), 0.0
@@ -398,6 +397,5 @@ def _shard(config: Config, model: Any, processes: int) -> None:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of a tensor, or of this process's part of it."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.numel() * own.element_size()

@@ -113,7 +113,6 @@ def walk(symbols: str, at: int) -> Walk:
 
 
 def items_of(segments: list[list[Piece]], unfinished: bool) -> tuple[list[Piece], bool]:
-    """The items, and whether one more has begun."""
     items: list[Piece] = []
     broken = False  # what is wrong before the next item
     for number, pieces in enumerate(segments):

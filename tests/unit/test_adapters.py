@@ -39,7 +39,6 @@ TUNERS = {"lora": {**LORA, "train_coordinate_rows": False}, "dora": DORA}
 def trained(
     model: Path, data: ToyData, folder: Path, *, rate: float = 0.01, **sections: Any
 ) -> Path:
-    """The checkpoint of a short run."""
     training = {"learning_rate": rate, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     run_quietly(small_config(model, data, folder, training=training, **sections))
     return folder / "checkpoint-3"

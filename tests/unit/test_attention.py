@@ -44,7 +44,6 @@ Load = Callable[..., LoadedModel]
 
 @pytest.fixture
 def load(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Load:
-    """The toy model by a small run's config with these sections."""
     return partial(load_small, toy_checkpoint, toy_data, tmp_path)
 
 
@@ -244,7 +243,6 @@ def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
 
 @contextmanager
 def counting_waits(pack: Pack) -> Iterator[tuple[FakeTensorMode, Waits]]:
-    """Within the block floats are fake; see `tests.unit.fake_step.faked`."""
     mode, waits = FakeTensorMode(allow_non_fake_inputs=True), Waits(pack.mm_token_types == IMAGE)
     with mode, waits, as_on_cuda():
         yield mode, waits

@@ -55,7 +55,6 @@ class Answering(ToyLearner):
         return self.answer(self.scene, text)
 
     def segments(self, *texts: str) -> tuple[list[Segment], dict[str, float]]:
-        """The segments, and the metrics of the answers."""
         segments, assessed = self.channel.segments(
             [self.scene] * len(texts), [self.rollout(text) for text in texts]
         )

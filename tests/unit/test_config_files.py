@@ -300,7 +300,6 @@ VALIDATOR = Draft202012Validator(WHOLE_SCHEMA)
 
 
 def complaints(mapping: dict[str, Any]) -> dict[str, str]:
-    """The messages of the schema, by path."""
     return {e.json_path.removeprefix("$."): e.message for e in VALIDATOR.iter_errors(mapping)}
 
 
@@ -314,7 +313,6 @@ def spots(value: Any, at: Steps = ()) -> Iterator[Steps]:
 
 
 def placed(mapping: dict[str, Any], steps: Steps, value: Any) -> dict[str, Any]:
-    """A copy of the mapping with another value at a path."""
     return changed(".".join(map(str, steps)), value, mapping)
 
 

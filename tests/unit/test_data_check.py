@@ -199,7 +199,6 @@ def test_odd_text_in_a_description_is_named(desc: str, odd: str | None) -> None:
 
 @pytest.fixture
 def file_of_cats(tmp_path: Path) -> Path:
-    """Lines of one, two and three cats."""
     paint_all(tmp_path, ["1.png", "2.png", "3.png"])
     return write_lines(tmp_path / "d.jsonl", *(line(f"{n}.png", *[CAT] * n) for n in (1, 2, 3)))
 
@@ -237,7 +236,6 @@ def data(*arguments: object) -> Result:
 
 
 def refused(*arguments: object) -> tuple[str, str]:
-    """Where and what was found, of a command that ends with one error."""
     error = data(*arguments).exception
     assert isinstance(error, ContractError)
     assert error.do

@@ -30,7 +30,6 @@ def convert(*arguments: str | Path) -> None:
 
 
 def refused(*arguments: str | Path) -> list[tuple[str, str]]:
-    """Where and what was found, of each problem."""
     with pytest.raises(ContractError) as caught:
         convert(*arguments)
     error = caught.value
@@ -218,7 +217,6 @@ def test_what_voc_cannot_give_is_counted(
 
 
 def yolo_set(folder: Path, labels: dict[str, str], yaml: str = "names: [cat, no]\n") -> Path:
-    """A data set with an image for each file of labels."""
     for name in ("images/train", "labels/train"):
         (folder / name).mkdir(parents=True)
     (folder / "data.yaml").write_text(f"train: images/train\nval: images/train\n{yaml}")

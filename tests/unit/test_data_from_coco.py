@@ -34,7 +34,6 @@ def image(number: int, name: str = "a.png", size: tuple[int, int] = SIZE) -> dic
 
 
 def cat(*bbox: float | str, **changes: Any) -> dict[str, Any]:
-    """An annotation of a cat in image 1."""
     return {"id": 7, "image_id": 1, "category_id": 18, "bbox": bbox, **changes}
 
 

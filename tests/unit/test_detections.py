@@ -91,7 +91,6 @@ def test_detections_are_in_pixels() -> None:
 
 
 def offline(folder: Path, kind: str) -> AveragePrecision:
-    """The scores of pycocotools for the two files."""
     truth = COCO(str(folder / "gt.json"))
     scored = COCOeval(truth, truth.loadRes(str(folder / "preds.json")), kind)
     scored.evaluate()

@@ -56,7 +56,6 @@ def finding_of(run: Callable[[], str]) -> CheckResult:
 
 
 def by_check(findings: list[CheckResult]) -> dict[str, CheckResult]:
-    """The first finding of each check."""
     return {finding.check: finding for finding in reversed(findings)}
 
 
@@ -164,8 +163,6 @@ def test_a_server_without_a_token_is_a_warning_if_the_learner_has_one(protected:
 
 
 class ScriptedPusher:
-    """Notes its calls."""
-
     def __init__(self, calls: list[object]) -> None:
         self._calls = calls
 

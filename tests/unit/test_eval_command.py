@@ -145,7 +145,6 @@ FAST_LORA: dict[str, Any] = {
 
 
 def evaluate(config: Path, *options: str | Path) -> Result:
-    """`learner eval`."""
     arguments = ["eval", "--config", str(config), *map(str, options)]
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 

@@ -106,7 +106,6 @@ def test_counts_of_scores(
     answers: list[tuple[str, Sequence[GroundTruthObject]]],
     expected: tuple[int, ...],
 ) -> None:
-    """Predicted, ground truths, hits, located, dropped."""
     assert counts(scored(toy_tokenizer, *answers)) == expected
 
 

@@ -117,7 +117,6 @@ class Feeding:
                 yield [pack.sample_ids[0] for pack in packs]
 
     def step(self, parts: Parts, config: Config) -> StepReport:
-        """A whole optimizer step."""
         recipe = Recipe(config, parts.channel_a, self.channel_b, parts.pipeline)
         runner = StepRunner(config, recipe, self.policy)
         return runner.run(parts.loaded.model, self.samples, 0, PlainAccelerator())[1]

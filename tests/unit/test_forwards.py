@@ -107,8 +107,6 @@ class Given(Recipe):
 
 
 class GivenPacks(PackFeed):
-    """Packs without answers."""
-
     def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
         self.seed_base, self.chunks = 0, chunks
 
@@ -117,8 +115,6 @@ class GivenPacks(PackFeed):
 
 
 class Script(RolloutSource):
-    """The chunks of one step."""
-
     def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
         self._given = chunks
 

@@ -266,8 +266,6 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class Ran:
-    """A step of one rank."""
-
     report: StepReport
     loss: float
     gradients: Gradients
