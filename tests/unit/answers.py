@@ -133,7 +133,11 @@ def rollouts(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
         entries = [part for part in FRAGMENTS if "object" in part]
         parts = draw(st.lists(st.sampled_from(entries), max_size=6))
         text = "{" + ", ".join(parts) + "}"
-    ids = encode(tokenizer, text)
+    return damaged(draw, encode(tokenizer, text))
+
+
+def damaged(draw: st.DrawFn, ids: list[int]) -> list[int]:
+    """Ids of which up to two are missing, or also the second half."""
     for _ in range(draw(st.integers(0, 2))):
         if ids:
             del ids[draw(st.integers(0, len(ids) - 1))]

@@ -31,10 +31,7 @@ def written(path: Path, text: str) -> Path:
 def changed(dotted: str, value: Any, base: dict[str, Any] = WARMUP) -> dict[str, Any]:
     """A mapping with one value set; a number in the path is a list index."""
     mapping = copy.deepcopy(base)
-    here: Any = mapping
-    *parents, last = _keys(dotted)
-    for key in parents:
-        here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
+    here, last = _parent(mapping, dotted)
     if isinstance(here, list) and last == len(here):
         here.append(value)
     else:
@@ -44,16 +41,18 @@ def changed(dotted: str, value: Any, base: dict[str, Any] = WARMUP) -> dict[str,
 
 def without(dotted: str, base: dict[str, Any] = WARMUP) -> dict[str, Any]:
     mapping = copy.deepcopy(base)
-    here: Any = mapping
-    *parents, last = _keys(dotted)
-    for key in parents:
-        here = here[key]
+    here, last = _parent(mapping, dotted)
     del here[last]
     return mapping
 
 
-def _keys(dotted: str) -> list[str | int]:
-    return [int(key) if key.isdecimal() else key for key in dotted.split(".")]
+def _parent(mapping: Any, dotted: str) -> tuple[Any, Any]:
+    """What holds a value, and its key there; missing sections are made."""
+    *parents, last = [int(key) if key.isdecimal() else key for key in dotted.split(".")]
+    here = mapping
+    for key in parents:
+        here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
+    return here, last
 
 
 def errors_of(mapping: dict[str, Any]) -> dict[str, ContractError]:

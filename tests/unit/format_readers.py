@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.stages.formats.objects_array import CLOSING, HEAD
 from learner.stages.tokens import COORD_BINS, IM_END, Tokenizer, coord_token, token_table
 from learner.types import ParsedRollout
-from tests.unit.answers import CAT, DOG, FRAGMENTS, ROOF, encode, text_of
+from tests.unit.answers import CAT, DOG, FRAGMENTS, ROOF, damaged, encode, text_of
 from tests.unit.reference_parser import WHITE, Found, as_found, read_object, read_symbols
 
 # ---- objects_array -------------------------------------------------------------------
@@ -222,11 +222,7 @@ def broken_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     else:
         text = ",".join(draw(st.lists(st.sampled_from(LIST_FRAGMENTS), max_size=6)))
     ending = draw(st.sampled_from(["", CLOSING, "]", "] }\n", "}", '],"more":1}']))
-    ids = encode(tokenizer, draw(st.sampled_from(heads)) + text + ending)
-    for _ in range(draw(st.integers(0, 2))):
-        if ids:
-            del ids[draw(st.integers(0, len(ids) - 1))]
-    return ids[: draw(st.sampled_from([len(ids), len(ids), len(ids) // 2]))]
+    return damaged(draw, encode(tokenizer, draw(st.sampled_from(heads)) + text + ending))
 
 
 # ---- compact -------------------------------------------------------------------------
@@ -324,8 +320,5 @@ LINE_FRAGMENTS = [
 
 @st.composite
 def broken_lines(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
-    ids = encode(tokenizer, "".join(draw(st.lists(st.sampled_from(LINE_FRAGMENTS), max_size=10))))
-    for _ in range(draw(st.integers(0, 2))):
-        if ids:
-            del ids[draw(st.integers(0, len(ids) - 1))]
-    return ids
+    lines = draw(st.lists(st.sampled_from(LINE_FRAGMENTS), max_size=10))
+    return damaged(draw, encode(tokenizer, "".join(lines)))

@@ -1,6 +1,5 @@
 """The client of one rollout server, over real HTTP."""
 
-import json
 import os
 import re
 import socket
@@ -21,6 +20,7 @@ from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import GroupCall, WeightStatus
+from tests.unit.config_faults import changed
 from tests.unit.fleets import PausedClock
 from tests.unit.scripted_server import (
     INFER,
@@ -78,9 +78,8 @@ def test_refusal_is_a_problem_with_its_place(
     server: ScriptedServer, reply: Reply, kind: tuple[int, str], detail: str, place: str
 ) -> None:
     server.routes[INFER] = lambda _: reply
-    client = RolloutClient(server.base_url)
     with pytest.raises(ProblemError) as caught:
-        client.infer(CALL)
+        RolloutClient(server.base_url).infer(CALL)
     found = caught.value.problem
     assert (found.status, found.title, found.detail) == (*kind, detail)
     assert found.where == f"POST {server.base_url}/infer/{place}"
@@ -98,8 +97,7 @@ def test_server_is_waited_for_until_it_can_be_pushed_to(
 ) -> None:
     replies = [STARTING] * 3 + [last]
     server.routes[HEALTH] = lambda _: replies.pop(0)
-    client = RolloutClient(server.base_url, _LIMIT_S, clock=PausedClock())
-    client.wait_until_pushable()
+    RolloutClient(server.base_url, _LIMIT_S, clock=PausedClock()).wait_until_pushable()
     assert replies == []
 
 
@@ -120,9 +118,8 @@ def test_server_that_cannot_be_pushed_to_is_reported_with_what_to_do(
 ) -> None:
     server.routes[HEALTH] = lambda _: reply
     url, clock = server.base_url.replace("127.0.0.1", host), PausedClock()
-    client = RolloutClient(url, _LIMIT_S, clock=clock)
     with pytest.raises(ContractError) as caught:
-        client.wait_until_pushable()
+        RolloutClient(url, _LIMIT_S, clock=clock).wait_until_pushable()
     assert caught.value.where == f"GET {url}/health/"
     assert re.search(found, caught.value.found)
     assert re.search(do, caught.value.do)
@@ -179,12 +176,9 @@ def watching(server: ScriptedServer) -> RolloutClient:
 
 @pytest.mark.req("CFG-06", "RES-26")
 def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> None:
-    script = LiveScript(
-        [live("a-0"), live("a-1"), GONE, HangUp(), live("a-1"), GONE, live("a-2")], 20
-    )
-    script.install(server)
-    client = watching(server)
-    assert len(client.infer(CALL)) == 1
+    lives = [live("a-0"), live("a-1"), GONE, HangUp(), live("a-1"), GONE, live("a-2")]
+    LiveScript(lives, enough=20).install(server)
+    assert len(watching(server).infer(CALL)) == 1
 
 
 @pytest.mark.req("CFG-06", "SYNC-07")
@@ -193,9 +187,8 @@ def test_call_ends_when_the_server_stops_living(server: ScriptedServer, failure:
     found = "the server is gone: /live/ failed 3 times in a row"
     script = LiveScript([live("a-0"), failure], enough=100)
     script.install(server)
-    client = watching(server)
     with pytest.raises(ServerUnreachable, match=found) as caught:
-        client.infer(CALL)
+        watching(server).infer(CALL)
     script.done.set()
     assert script.seen == 4
     assert f"POST {server.base_url}/infer/: " in str(caught.value)
@@ -321,9 +314,8 @@ def test_missing_or_wrong_token_is_reported_with_what_to_set(
     if variable is not None:
         monkeypatch.setenv(variable, str(tmp_path / "token"))
     server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
-    client = RolloutClient(server.base_url)
     with pytest.raises(ContractError) as caught:
-        client.info()
+        RolloutClient(server.base_url).info()
     assert server.authorizations == [None if variable is None else "Bearer s3cret"]
     assert caught.value.where == f"GET {server.base_url}/info/"
     assert found in caught.value.found
@@ -350,17 +342,6 @@ HONEST: dict[str, Any] = {
 }
 
 
-def changed(body: Any, field: str, value: Any) -> Any:
-    """Copy `body` with another value at the path `field`."""
-    copy = json.loads(json.dumps(body))
-    *path, last = [int(part) if part.isdecimal() else part for part in field.split(".")]
-    inner = copy
-    for key in path:
-        inner = inner[key]
-    inner[last] = value
-    return copy
-
-
 CHOICE = "0.response.choices.0"
 FAULTS = [
     ("GET /info/", "weights_version", -1),
@@ -382,7 +363,7 @@ FAULTS = [
         (INFER, "[" * 50_000, "[[["),
         (INFER, [], "0 envelopes for 1 requests"),
         *(
-            (route, changed(HONEST[route], field, value), re.sub(r"\.?(\d)", r"[\1]", field))
+            (route, changed(field, value, HONEST[route]), re.sub(r"\.?(\d)", r"[\1]", field))
             for route, field, value in FAULTS
         ),
     ],
@@ -392,9 +373,8 @@ def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 100_000)
     server.routes[route] = lambda _: reply
-    client = RolloutClient(server.base_url)
     with pytest.raises(ProblemError) as caught:
-        ROUTES[route](client)
+        ROUTES[route](RolloutClient(server.base_url))
     assert caught.value.problem.title == "Not an answer of a rollout server"
     assert caught.value.problem.where == route.replace(" ", f" {server.base_url}")
     assert found in caught.value.problem.detail
@@ -407,9 +387,8 @@ def test_an_answer_without_what_was_requested_names_it(server: ScriptedServer, a
     bare.response.prompt_token_ids = None
     server.routes[INFER] = lambda _: [bare]
     call = CALL.model_copy(update={"request_config": RequestConfig.model_validate({asked: True})})
-    client = RolloutClient(server.base_url)
     with pytest.raises(ProblemError) as caught:
-        client.infer(call)
+        RolloutClient(server.base_url).infer(call)
     assert re.search(r"\[0\]\.response.*(ids|logprobs) are missing", str(caught.value))
 
 
@@ -431,5 +410,4 @@ def test_call_without_an_answer_ends_at_its_deadline(
 def test_answer_may_take_longer_than_a_connection(server: ScriptedServer) -> None:
     never = threading.Event()
     server.routes[INFER] = lambda _: [envelope([5], [1])] * (1 + never.wait(0.6))
-    client = RolloutClient(server.base_url, timeout_s=0.3)
-    assert len(client.infer(CALL)) == 1
+    assert len(RolloutClient(server.base_url, timeout_s=0.3).infer(CALL)) == 1
