@@ -73,8 +73,6 @@ sys.exit(codes[rank])
 
 
 class StandIn(ServerProcess):
-    """Another program in the place of the server's."""
-
     def __init__(self, folder: Path, index: int, port: int, settings: dict[str, Any]) -> None:
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{index}.log"

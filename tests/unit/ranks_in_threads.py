@@ -15,7 +15,6 @@ T = TypeVar("T")
 
 
 def gloo_groups(store: "Store", count: int, timeout_s: float = 60.0) -> list[Any]:
-    """Return the gloo group of each of `count` ranks."""
     from torch.distributed import PrefixStore, ProcessGroupGloo  # the import takes a second
 
     def join(rank: int) -> Any:
@@ -34,7 +33,6 @@ def keep(groups: list[Any]) -> None:
 
 
 def in_ranks(count: int, work: Callable[[Peers], T]) -> list[Future[T]]:
-    """The result or error of `work` in each rank."""
     from torch.distributed import HashStore
 
     from learner.distributed.process_group import GroupPeers

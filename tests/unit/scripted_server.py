@@ -148,7 +148,6 @@ def scripted_server() -> Iterator[ScriptedServer]:
 
 
 def _whole(reply: Reply) -> tuple[int, Any, dict[str, str]]:
-    """Status, body and headers."""
     if not isinstance(reply, tuple):
         return 200, reply, {}
     status, body, *headers = reply
@@ -176,7 +175,6 @@ def _content_type(reply: Any) -> str:
 
 
 def problem(kind: str, detail: str, where: str) -> tuple[int, Problem]:
-    """An error answer."""
     refused = Problem.of(kind, detail, where)
     return refused.status, refused
 
@@ -197,25 +195,22 @@ def replica(index: int, state: ReplicaState = "serving") -> ReplicaStatus:
 
 def info(
     guard: RepeatTerminateConfig | None = None,
-    max_num_seqs: int = 64,
-    world_size: int = 1,
     replicas: int = 1,
     active: bool | None = None,
-    enable_lora: bool = False,
-    max_model_len: int = 1024,
+    **fields: Any,
 ) -> Info:
     """guard: of the server, and active unless `active` says otherwise; None: off."""
     status = RepeatTerminateStatus(
         active=guard is not None if active is None else active,
         config=guard or RepeatTerminateConfig(),
     )
-    return Info(
+    made = Info(
         model="toy",
-        world_size=world_size,
+        world_size=1,
         replicas=[replica(index) for index in range(replicas)],
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        enable_lora=enable_lora,
+        max_model_len=1024,
+        max_num_seqs=64,
+        enable_lora=False,
         weights_state="READY",
         weights_version=0,
         weight_transport="gloo",
@@ -223,6 +218,7 @@ def info(
         repeat_terminate=status,
         versions={"rollmatch": "0"},
     )
+    return made.model_copy(update=fields)
 
 
 def envelope(
@@ -373,14 +369,15 @@ class ScriptedRollouts:
         return WeightStatus(state="READY", weights_version=version, server_epoch=self.epoch)
 
     def _info(self, _: object) -> Info:
-        state = {
-            "replicas": [replica(0, "asleep" if self.asleep else "serving")],
-            "weights_state": "PUSH_NEEDED" if self.broken else "READY",
-            "weights_version": self.version or 0,
-            "server_epoch": self.epoch,
-        }
-        guard = RepeatTerminateConfig() if self.guarded else None
-        return info(guard, world_size=self.world_size).model_copy(update=state)
+        made = info(
+            RepeatTerminateConfig() if self.guarded else None,
+            world_size=self.world_size,
+            weights_state="PUSH_NEEDED" if self.broken else "READY",
+            weights_version=self.version or 0,
+            server_epoch=self.epoch,
+        )
+        asleep = [replica(0, "asleep")]
+        return made.model_copy(update={"replicas": asleep}) if self.asleep else made
 
     def _refusal(self) -> Reply | None:
         if self.broken:
@@ -512,5 +509,4 @@ def report(version: int, epoch: str, seconds: float = 2.0, size: int = 4_000_000
 
 
 def bodies(server: ScriptedServer) -> list[InferCall]:
-    """The calls of `/infer/`, in the order of arrival."""
     return [InferCall.model_validate(body) for body in server.bodies(INFER)]

@@ -84,7 +84,6 @@ def translucent(mode: str) -> Image.Image:
 
 
 def palette_with_alpha() -> Image.Image:
-    """16 colours, each with its own alpha."""
     image = RGB.quantize(16)
     image.info["transparency"] = bytes(range(0, 256, 16))
     return image

@@ -28,6 +28,7 @@ from learner.stages.tokens import COORD_BINS
 from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
+from tests.unit.small_run import metric_lines
 from tests.unit.stock_checkpoints import make_stock
 from tests.unit.test_estimate import COST, SERVED, estimate_of
 
@@ -51,7 +52,6 @@ def init_options(model: Path, scenes: ToyData, out: Path, **options: Any) -> Ini
 
 
 def start(given: InitOptions) -> str:
-    """The text that `init` prints."""
     shown = io.StringIO()
     init(given, Console(file=shown, width=400))
     return shown.getvalue()
@@ -100,10 +100,9 @@ def test_stock_checkpoint_trains_with_the_written_yamls(
         rollout_matching=rollout,
         stage2_ab={"schedule": {"b_ratio": 0.5}},
     )
-    lines = (out / "two_channel" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    assert {line["step/channel_b"] for line in steps if "loss" in line} == {0, 1}
-    assert any("eval/f1" in line for line in steps)
+    folder = out / "two_channel"
+    assert {line["step/channel_b"] for line in metric_lines(folder, "loss")} == {0, 1}
+    assert metric_lines(folder, "eval/f1")
 
 
 def test_checkpoint_with_untrained_tokens_gets_a_warm_up(
@@ -130,14 +129,18 @@ def test_checkpoint_with_untrained_tokens_gets_a_warm_up(
         assert written["training"][key] == shipped["training"][key]
 
 
+def convert(data: Path, out: Path, to: str) -> None:
+    words = ["data", "convert", str(data), str(out), "--to", to]
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+
 @pytest.mark.req("IO-01")
 def test_data_of_another_format_is_converted(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run reads the same objects as from the data file."""
     source, out = tmp_path / "other.json", tmp_path / "out"
-    words = ["data", "convert", str(toy_data.val_jsonl), str(source), "--to", "coco"]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    convert(toy_data.val_jsonl, source, "coco")
     printed = start(init_options(toy_checkpoint, toy_data, out, data=source, val=source))
     assert f"Data file: {out / 'train.jsonl'}" in printed
     files = [str(out / name) for name in ("train.jsonl", "val.jsonl")]
@@ -159,8 +162,7 @@ def test_splits_of_one_yolo_folder_are_data_and_val(
 ) -> None:
     """A folder that has no images is refused with the error's own advice and the command."""
     source, out = tmp_path / "set", tmp_path / "out"
-    words = ["data", "convert", str(toy_data.val_jsonl), str(source), "--to", "yolo"]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    convert(toy_data.val_jsonl, source, "yolo")
     for folder in (source / "images", source / "labels"):
         (folder / "val").mkdir()
         first = min((folder / "train").iterdir())

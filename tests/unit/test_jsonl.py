@@ -98,11 +98,9 @@ def test_numbers_numeric_strings_and_coordinate_tokens_are_read(
         [-1, 2, 3, 4],
         [3, 2, 1, 4],
         [1, 4, 3, 2],
-        *(
-            [1, 2, 3, last]
-            for last in ("four", "", "nan", float("nan"), "1e400", "999.6", "<|coord_1000|>")
-        ),
-        *([1, 2, 3, last] for last in ("<|coord_007|>", 10**400, None, True, 999.5)),
+        *([1, 2, 3, text] for text in ("four", "", "nan", "1e400", "999.6")),
+        *([1, 2, 3, token] for token in ("<|coord_1000|>", "<|coord_007|>")),
+        *([1, 2, 3, last] for last in (float("nan"), 10**400, None, True, 999.5)),
         [[1, 2], [3, 4]],
         "1 2 3 4",
     ],
@@ -120,28 +118,23 @@ def test_a_polygon_needs_three_points_within_the_image(tmp_path: Path, poly: lis
     assert problem.found.startswith("objects[0].poly is ")
 
 
-@pytest.mark.parametrize(
-    ("item", "found"),
-    [
-        ({"desc": "cat"}, "objects[0] has nothing beside its desc"),
-        ({"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}, 'objects[0] has "poly" beside its desc'),
-        ({**BOX, "score": 1}, 'objects[0] has "bbox_2d", "score" beside its desc'),
-        ({**BOX, "desc": "  "}, 'objects[0].desc is "  "'),
-        ({**BOX, "desc": "a \ud800 half"}, 'objects[0].desc is "a \ud800 half"'),
-        ({**BOX, "desc": "<|image_pad|>"}, 'objects[0].desc is "<|image_pad|>"'),
-        ({"bbox_2d": [1, 2, 3, 4]}, "objects[0].desc is missing"),
-        ("cat", 'objects[0] is "cat"'),
-    ],
-)
-def test_an_object_has_a_description_and_one_geometry(
-    tmp_path: Path, item: Any, found: str
-) -> None:
-    assert the_problem(tmp_path, record(objects=[item])).found == found
+# Objects that have not one description and one geometry.
+OBJECTS: list[tuple[Any, str]] = [
+    ({"desc": "cat"}, "objects[0] has nothing beside its desc"),
+    ({"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}, 'objects[0] has "poly" beside its desc'),
+    ({**BOX, "score": 1}, 'objects[0] has "bbox_2d", "score" beside its desc'),
+    ({**BOX, "desc": "  "}, 'objects[0].desc is "  "'),
+    ({**BOX, "desc": "a \ud800 half"}, 'objects[0].desc is "a \ud800 half"'),
+    ({**BOX, "desc": "<|image_pad|>"}, 'objects[0].desc is "<|image_pad|>"'),
+    ({"bbox_2d": [1, 2, 3, 4]}, "objects[0].desc is missing"),
+    ("cat", 'objects[0] is "cat"'),
+]
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
+        *(({"objects": [item]}, found) for item, found in OBJECTS),
         ({"width": 0}, "width is 0"),
         ({"height": 4.5}, "height is 4.5"),
         ({"width": True}, "width is true"),

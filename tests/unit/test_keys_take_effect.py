@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner.config import parse_config
 from learner.config.schema import Config
-from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.policy import request_settings
@@ -23,7 +21,7 @@ from learner.training.train import order_of
 from learner.training.trainer import training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
-from tests.unit.small_run import ConfigOf, run_quietly, small_mapping
+from tests.unit.small_run import ConfigOf, run_quietly
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 6}
 
@@ -110,20 +108,16 @@ def test_clients_have_the_timeouts_of_the_config(config_of: ConfigOf) -> None:
 @pytest.mark.req("APPEND-01", "MET-03")
 @pytest.mark.parametrize("logged", [True, False])
 def test_a_run_writes_answers_in_the_configured_order_and_curves_in_the_configured_folder(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, logged: bool
+    config_of: ConfigOf, tmp_path: Path, logged: bool
 ) -> None:
     """One step on answers of the learner's own."""
     training = {"max_steps": 1, "save_strategy": "no", "logging_dir": str(tmp_path / "curves")}
-    mapping = small_mapping(
-        toy_checkpoint,
-        toy_data,
-        tmp_path / "run",
+    config = config_of(
         custom={"object_field_order": "geometry_first"},
         training=training | {"log_rollouts": logged},
         stage2_ab={"schedule": {"b_ratio": 1.0}},
+        rollout_matching={"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4},
     )
-    own = {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4}
-    config = parse_config(mapping | {"rollout_matching": own})
     folder = run_quietly(config)
     assert any((tmp_path / "curves").glob("events.*"))
     assert not (folder / "tensorboard").exists()

@@ -46,7 +46,6 @@ class Ended:
 
 
 def command(module: str, *arguments: str) -> Ended:
-    """Run the console script's function in a fresh interpreter."""
     program = f"""
 import sys
 sys.argv = ["command", *{list(arguments)!r}]
@@ -89,7 +88,6 @@ class Run:
         return path
 
     def errors(self) -> list[ContractError]:
-        """The errors of training in this process, before a run folder is made."""
         with pytest.raises(ContractError) as caught:
             learner.commands.run.train(self.file)
         assert not self.output.exists()
@@ -100,7 +98,6 @@ class Run:
         return error
 
     def train(self) -> Ended:
-        """Training in a process of its own."""
         ended = command("learner.cli", "train", "--config", str(self.file))
         assert not self.output.exists()
         return ended

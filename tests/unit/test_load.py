@@ -77,7 +77,7 @@ def test_a_model_of_another_family_is_refused_with_the_known_ones(config: Config
 @pytest.mark.parametrize("spoil", [without_weights, torn, without_processor])
 def test_an_incomplete_checkpoint_is_refused(config: Config, spoil: Callable[[Path], None]) -> None:
     spoil(config.model.model)
-    with refused("model.model", f"{config.model.model}.*cannot be loaded"):
+    with refused("model.model", f"{config.model.model} cannot be loaded"):
         load_model(config)
 
 
@@ -250,8 +250,10 @@ def test_a_model_of_unknown_parts_is_refused_before_weights_are_read(
             lambda: load_model(config),
             lambda: estimate(config, samples, gpu_named("H100"), 1),
         ):
-            with refused("model.model", found, "^Use a model of the Qwen-VL family$"):
+            with pytest.raises(ContractError, match=found) as caught:
                 start()
+            assert caught.value.where == "model.model"
+            assert caught.value.do == "Use a model of the Qwen-VL family"
     assert on_meta(config)
     with pytest.raises(ContractError, match="cannot be loaded"):
         load_model(config)

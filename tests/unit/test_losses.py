@@ -128,7 +128,6 @@ MONITORS = {
 
 
 def check_values(case: Case, logits: list[Tensor], rel: float) -> PackLoss:
-    """Total and atoms are those of the plain formulas."""
     result = case.loss(logits)
     expected = case.plain.atoms(logits)
     for key in expected.keys() | result.atoms.keys():
@@ -155,7 +154,6 @@ def gate_temperature(config: PipelineConfig) -> float:
 
 
 def random_direction(logits: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Every entry of every forward moves."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(z.shape, generator=draw, dtype=z.dtype) for z in logits]
 

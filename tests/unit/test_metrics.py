@@ -105,23 +105,17 @@ def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -
 
 
 Line = dict[str, Any]
+HF = {"rollout_backend": "hf", "max_new_tokens": 8, "eval_detection": {"enabled": True}}
 
 
 def with_everything(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Every weight above 0, self-context, diagnostics in both channels; answers from `hf`."""
+    """Every weight above 0, self-context, diagnostics in both channels."""
     stage2 = mapping["stage2_ab"]
     stage2 |= {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 2}
     for module in stage2["pipeline"]["objective"]:
-        weights = {key: 0.5 for key in module["config"] if key.endswith("_weight")}
-        module["config"] |= weights
+        module["config"] |= {key: 0.5 for key in module["config"] if key.endswith("_weight")}
     monitor = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A", "B"]}
     stage2["pipeline"]["diagnostics"] = [{**monitor, "config": {}}]
-    mapping["rollout_matching"] = {
-        "rollout_backend": "hf",
-        "max_new_tokens": 8,
-        "eval_detection": {"enabled": True},
-    }
-    mapping["training"] |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     return mapping
 
 
@@ -130,9 +124,9 @@ def lines(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Line]:
     out = tmp_path_factory.mktemp("everything") / "run"
-    config = parse_config(with_everything(small_mapping(toy_checkpoint, toy_data, out)))
-    folder = run_quietly(config)
-    return metric_lines(folder)
+    short = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    given = small_mapping(toy_checkpoint, toy_data, out, training=short, rollout_matching=HF)
+    return metric_lines(run_quietly(parse_config(with_everything(given))))
 
 
 def step_of(lines: list[Line], channel: Channel) -> Line:

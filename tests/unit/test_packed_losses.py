@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models.attention import attention_of
-from learner.models.load import LoadedModel, load_model
+from learner.models.load import LoadedModel
 from learner.models.packed_forward import check_packing
 from learner.models.packs import Segment, make_pack, make_segment
 from learner.models.self_context import SelfContext
@@ -20,10 +19,10 @@ from learner.runs.metrics import rollout_payload
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from tests.unit.answers import entry
-from tests.unit.loaded_models import loaded_from
+from tests.unit.loaded_models import load_small, loaded_from
 from tests.unit.mixed_samples import box
-from tests.unit.small_run import small_mapping, written
-from tests.unit.toy_learner import ToyLearner, sharpened, with_awake_adapters
+from tests.unit.small_run import written
+from tests.unit.toy_learner import ToyLearner, sharpened
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 # What is changed in the config, and how much larger the coordinate logits are made: up to
@@ -44,12 +43,10 @@ def loaded(
     toy_data: ToyData,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> LoadedModel:
-    small = small_mapping(toy_checkpoint, toy_data, tmp_path_factory.mktemp("out"))
     changed, factor = request.param
     set_seed(0)  # how far roundoff is amplified depends on the adapters
-    loaded = load_model(parse_config(merge(small, changed)))
-    loaded.model.train()
-    return with_awake_adapters(sharpened(loaded, factor))
+    out = tmp_path_factory.mktemp("out")
+    return sharpened(load_small(toy_checkpoint, toy_data, out, **changed), factor)
 
 
 def answered(learner: ToyLearner, samples: list[Sample]) -> list[Segment]:

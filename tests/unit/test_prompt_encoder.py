@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor, ProcessorMixin
 
-from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
 from learner.models.prompts import PromptEncoder
 from learner.types import Sample
-from shared_contracts.errors import ContractError
 from tests.unit.fleets import wait_until
+from tests.unit.refusals import refused
 from tests.unit.watched_processor import WatchedProcessor
 
 pytestmark = pytest.mark.req("STEP-03", "FULL-08")
@@ -29,8 +27,8 @@ def processor(toy_checkpoint: Path) -> ProcessorMixin:
 
 
 @pytest.fixture(scope="module")
-def samples(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)[:8]
+def samples(scenes: list[Sample]) -> list[Sample]:
+    return scenes[:8]
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +82,19 @@ def test_what_waits_for_its_caller_is_kept_and_no_more_than_fits(
     assert watched.begun == len(alike)
 
 
-def broken(sample: Sample, folder: Path) -> Sample:
-    image = folder / "broken.png"
-    image.write_bytes(sample.images[0].read_bytes()[:60])
-    return replace(sample, sample_id="broken", images=(image,))
-
-
 def test_an_error_is_raised_to_each_caller_until_the_image_is_mended(
     processor: ProcessorMixin, samples: list[Sample], tmp_path: Path
 ) -> None:
     watched = WatchedProcessor(processor)
     encoder = PromptEncoder(watched, PROMPT, None)
-    bad, good = broken(samples[0], tmp_path), samples[1:]
+    whole, *good = samples
+    image = tmp_path / "broken.png"
+    image.write_bytes(whole.images[0].read_bytes()[:60])
+    bad = replace(whole, sample_id="broken", images=(image,))
     with encoder.ahead([bad, *good]):
         watched.wait_for(len(good))
         for _ in range(2):
-            with pytest.raises(ContractError, match="cannot be decoded") as caught:
+            with refused("broken", "cannot be decoded"):
                 encoder(bad)
-            assert caught.value.where == "broken"
-        shutil.copy(samples[0].images[0], bad.images[0])
-        assert encoder(bad).num_bytes == encoder(samples[0]).num_bytes
+        shutil.copy(whole.images[0], image)
+        assert encoder(bad).num_bytes == encoder(whole).num_bytes

@@ -38,7 +38,6 @@ MakeRun = Callable[..., Path]
 
 
 def moved(item: GroundTruthObject) -> GroundTruthObject:
-    """A little to the right and down."""
     coords = tuple(min(999, value + 17) for value in item.shape.coords)
     return GroundTruthObject(item.desc, Shape(item.shape.kind, coords))
 
@@ -83,13 +82,11 @@ def make_run(
 
 @pytest.fixture(scope="module")
 def finished(make_run: MakeRun) -> Path:
-    """A run of two processes."""
     return make_run(ranks=2)
 
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
     return shutil.copytree(finished, tmp_path / "run")
 
 

@@ -50,7 +50,6 @@ TRUTHS = st.lists(OBJECTS, max_size=4)
 
 @st.composite
 def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
-    """Any pairs, whatever their shapes."""
     n_pairs = draw(st.integers(0, min(n_predicted, n_truth)))
     predicted = sorted(draw(st.permutations(range(n_predicted)))[:n_pairs])
     truths = draw(st.permutations(range(n_truth)))[:n_pairs]
@@ -94,8 +93,6 @@ class Written:
 
 
 class Style(NamedTuple):
-    """How an answer is spelled."""
-
     comma: str = ", "
     colon: str = ": "
     quote: str = '"'

@@ -43,7 +43,6 @@ def made(toy_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def ran(*arguments: object) -> Result:
-    """The result of a `learner` command that succeeds."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, (done.output, done.exception)
     return done

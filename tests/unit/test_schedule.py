@@ -53,7 +53,6 @@ def test_a_ratio_outside_of_0_to_1_is_refused(b_ratio: str | float) -> None:
 
 
 def epoch(order: BatchOrder, number: int) -> list[list[list[int]]]:
-    """Indices by step and rank."""
     first = number * order.steps_per_epoch
     steps = range(first, first + order.steps_per_epoch)
     return [[order.rank_batch(step, rank) for rank in range(order.ranks)] for step in steps]

@@ -18,9 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from learner.config import merge, parse_config
 from learner.config.schema import CoordContextMode, SoftContextGradMode
-from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
 from learner.models.packs import IMAGE, Pack
 from learner.models.self_context import SelfContext
@@ -30,7 +28,7 @@ from learner.objectives.logit_stats import ForwardStats
 from learner.types import Sample
 from tests.unit.loaded_models import loaded_from
 from tests.unit.packed_logits import as_given
-from tests.unit.small_run import metric_lines, run_quietly, small_mapping
+from tests.unit.small_run import ConfigOf, metric_lines, run_quietly
 from tests.unit.toy_learner import (
     BOXES,
     COORDINATES,
@@ -109,7 +107,6 @@ class WrittenOut:
         self._frozen: list[Tensor] = []
 
     def __call__(self) -> Tensor:
-        """The loss, a scalar."""
         learner, pack = self._learner, self._pack
         selection = learner.pipeline.select(pack.supervision, "A")
         reader = learner.pipeline.reader(selection)
@@ -250,19 +247,17 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "PACK-04", "RES-08", "RUN-02")
 @pytest.mark.scenario("Multimodal forward does not fail under iterative inputs_embeds")
 def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    config_of: ConfigOf,
 ) -> None:
-    several = {
-        "training": {"max_steps": 2},
-        "global_max_length": 200,
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 3},
-        "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 6},
-        "tuner": DORA,
-    }
-    small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
-    del small["rollout_matching"]["vllm"]
+    config = config_of(
+        training={"max_steps": 2},
+        global_max_length=200,
+        stage2_ab={"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 3},
+        rollout_matching={"rollout_backend": "hf", "max_new_tokens": 6},
+        tuner=DORA,
+    )
     with training_calls() as calls:
-        folder = run_quietly(parse_config(merge(small, several)))
+        folder = run_quietly(config)
     a, b = metric_lines(folder, "loss")
     assert [a["step/channel_b"], b["step/channel_b"]] == [0, 1]
     assert a["grad_norm"] > 0
@@ -292,16 +287,9 @@ def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
     "tuner", [LORA, DORA, OF_EMBEDDINGS], ids=["lora", "dora", "lora of embeddings"]
 )
 def test_adapters_learn_through_what_is_fed_back(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    samples: list[Sample],
-    tuner: dict[str, Any],
+    config_of: ConfigOf, samples: list[Sample], tuner: dict[str, Any]
 ) -> None:
-    config = parse_config(
-        merge(small_mapping(toy_checkpoint, toy_data, tmp_path), {"tuner": tuner})
-    )
-    loaded = with_awake_adapters(sharpened(load_model(config), 8))
+    loaded = with_awake_adapters(sharpened(load_model(config_of(tuner=tuner)), 8))
     unrolled = ToyLearner(loaded, SelfContext(2, "st", "unroll"), COORDINATES)
     detached = ToyLearner(loaded, SelfContext(2, "st", "em_detach"), COORDINATES)
     pack = unrolled.pack(samples[1:2])

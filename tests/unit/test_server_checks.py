@@ -11,7 +11,6 @@ import pytest
 
 from learner.config import load_mapping, parse_config
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
 from learner.rollout.server_process import free_ports
 from learner.training import server_checks
 from learner.training.input_checks import Caution, StartUp, Waiting, check_backend, check_inputs
@@ -33,11 +32,6 @@ from tests.unit.small_run import ConfigOf
 
 KEY = "rollout_matching.vllm.server.servers[0].group_port"
 BASE = load_mapping(CONFIGS / "stage2_two_channel" / "base.yaml")
-
-
-@pytest.fixture
-def samples(config_of: ConfigOf) -> list[Sample]:
-    return read_samples(config_of().data.train_jsonl, allow_poly=False)
 
 
 def served(config_of: ConfigOf, server: ScriptedServer, **vllm: Any) -> Config:
@@ -74,7 +68,7 @@ def test_runtime_validator_does_not_own_static_key_allowlists(config_of: ConfigO
 )
 def test_a_harmless_difference_is_reported_and_the_run_starts(
     config_of: ConfigOf,
-    samples: list[Sample],
+    scenes: list[Sample],
     keys: dict[str, Any],
     changes: dict[str, Any],
     found: str,
@@ -84,7 +78,7 @@ def test_a_harmless_difference_is_reported_and_the_run_starts(
         server.routes["GET /info/"] = lambda _: info_of().model_copy(update=changes)
         server.routes[INFER] = lambda _: [envelope([1], [1])]
         config = served(config_of, server, **keys)
-        (client,) = reach_servers(config, {}, samples, lines.append)
+        (client,) = reach_servers(config, {}, scenes, lines.append)
         assert client.base_url == server.base_url
     assert [line for line in lines if found in line] == lines != []
 
@@ -141,9 +135,9 @@ def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
 
 @pytest.mark.req("WIRE-04", "DEP-03")
 def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_model_is_loaded(
-    config_of: ConfigOf, samples: list[Sample], tmp_path: Path
+    config_of: ConfigOf, scenes: list[Sample], tmp_path: Path
 ) -> None:
-    first, second, third, *_ = samples
+    first, second, third, *_ = scenes
     elsewhere, last = tmp_path / "elsewhere" / "0.png", tmp_path / "last" / "0.png"
     samples = [first, replace(second, images=(elsewhere,)), replace(third, images=(last,))]
     with scripted_server() as server:
@@ -164,20 +158,20 @@ def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_mod
 
 @pytest.mark.req("DEP-03")
 def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
-    config_of: ConfigOf, samples: list[Sample]
+    config_of: ConfigOf, scenes: list[Sample]
 ) -> None:
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of()
         server.routes[INFER] = lambda _: problem("push-needed", "it broke", "server")
         config = served(config_of, server)
-        run = StartUp(config, {}, samples=samples)
+        run = StartUp(config, {}, samples=scenes)
         checks = {check.name: check for check in server_checks.server_checks(run)}
         with pytest.raises(Waiting, match="waits for servers"):
             checks["media"].run()
         checks["servers"].run()
         with pytest.raises(Waiting, match="first push"):
             checks["media"].run()
-        assert len(reach_servers(config, {}, samples)) == 1
+        assert len(reach_servers(config, {}, scenes)) == 1
 
 
 HF = {"rollout_matching": {"rollout_backend": "hf"}}

@@ -1,7 +1,6 @@
 """Optimizer steps and runs of two channels on the toy model, with scripted answers."""
 
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.distributed.peers import Peers
 from learner.models.load import LoadedModel, load_model
@@ -42,7 +40,7 @@ from tests.unit.config_faults import changed, only_error
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import ConfigOf, rollout, small_config, written
+from tests.unit.small_run import ConfigOf, metric_lines, rollout, small_config, written
 
 Gradients = dict[str, Tensor]
 
@@ -111,7 +109,6 @@ class Parts:
     def step(
         self, runner: StepRunner, samples: Sequence[Sample], step: int = 0
     ) -> tuple[float, StepReport, Gradients]:
-        """Loss, report and gradients of one step."""
         self.loaded.model.zero_grad()
         loss, report = runner.run(self.loaded.model, samples, step, PlainAccelerator())
         return loss.item(), report, self.gradients()
@@ -156,8 +153,8 @@ def parts(config_of: ConfigOf) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def samples(toy_data: ToyData) -> list[Sample]:
-    return read_samples(toy_data.train_jsonl, allow_poly=False)[:6]
+def samples(scenes: list[Sample]) -> list[Sample]:
+    return scenes[:6]
 
 
 def close(a: Gradients, b: Gradients) -> bool:
@@ -296,14 +293,12 @@ class Run:
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
         policy = Policy(self.backend, request_settings(config))
-        run = RunParts(
-            config, inputs, parts.loaded, optimizer, policy, partial(log_calls, folder, 0)
-        )
+        log = partial(log_calls, folder, 0)
+        run = RunParts(config, inputs, parts.loaded, optimizer, policy, log)
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
         self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
         self.trainer.train()
-        logged = (folder / "metrics.jsonl").read_text().splitlines()
-        self.steps = [line for line in map(json.loads, logged) if "loss" in line]
+        self.steps = metric_lines(folder, "loss")
         self.channels = "".join("B" if step["step/channel_b"] else "A" for step in self.steps)
 
     def _forward(self, _: object, __: object, arguments: dict[str, Any]) -> None:
@@ -313,7 +308,6 @@ class Run:
 
     @property
     def by_step(self) -> list[list[str]]:
-        """The events before each update."""
         *steps, after = " ".join(self.events).split("update")
         assert after == "", "nothing happens after the last update"
         return [step.split() for step in steps]

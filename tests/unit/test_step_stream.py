@@ -37,7 +37,6 @@ def numbers(call: InferCall) -> list[int]:
 
 
 def requested(run: Fleet) -> set[int]:
-    """Numbers of the requests that any server has received."""
     return {n for one in run.rollouts for call in bodies(one.server) for n in numbers(call)}
 
 
@@ -153,8 +152,6 @@ def test_seeds_and_order_are_those_of_the_step_whatever_ends_first(rank: int) ->
 
 
 def at_random(rng: random.Random) -> Callable[[S, InferCall], Reply]:
-    """Calls end in another order than they begin."""
-
     def answer(one: S, call: InferCall) -> Reply:
         threading.Event().wait(rng.uniform(0, 0.02))
         return one.ok(call)

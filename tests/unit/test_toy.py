@@ -284,7 +284,7 @@ def test_a_damaged_source_is_refused(
 ) -> None:
     source = shutil.copytree(tied, tmp_path / "source")
     spoil(source)
-    with refused(str(source), re.escape(found)):
+    with refused(str(source), found):
         expand_vocab(source, tmp_path / "out", seed=0, tie=None)
     assert not (tmp_path / "out").exists()
 

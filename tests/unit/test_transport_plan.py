@@ -1,6 +1,5 @@
 """Barycentric projection of the Sinkhorn plan, against the textbook's scaling in float64."""
 
-import re
 import sys
 from typing import Any
 
@@ -120,7 +119,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_invalid_arguments_are_refused_by_name(where: str, wrong: Any, found: str) -> None:
     given = {"pred_points": SQUARE, "gt_points": TRIANGLE, "cost": "l1", "epsilon": 1.0, "iters": 5}
-    with refused(where, re.escape(found)):
+    with refused(where, found):
         sinkhorn_barycentric(**{**given, where: wrong})
 
 

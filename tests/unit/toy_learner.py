@@ -135,7 +135,6 @@ class Forward(NamedTuple):
 
 @contextmanager
 def forwards_of(model: nn.Module) -> Iterator[list[Forward]]:
-    """The calls of a model while this is open."""
     seen: list[Forward] = []
     arguments: list[dict[str, Any]] = []
 

@@ -1,7 +1,6 @@
 """One short training run, shared by the tests of everything that reads a run folder."""
 
 import io
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.data.toy import ToyData
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, small_mapping
 
 if TYPE_CHECKING:
     from learner.analysis.evaluation.scores import ScoredAnswer
@@ -29,9 +28,7 @@ class TrainedRun:
     printed: str
 
     def lines(self, key: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have `key`."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if key in line]
+        return metric_lines(self.folder, key)
 
     def answers(self, step: int) -> "list[ScoredAnswer]":
         """Of the evaluation after a step."""
@@ -49,7 +46,6 @@ class TrainedRun:
 
 
 def trained(config: Path, **training: Any) -> TrainedRun:
-    """Train by a YAML whose section `training` is changed."""
     from learner.training.input_checks import check_inputs  # seconds, which pure tests do without
     from learner.training.train import train
 
@@ -62,24 +58,20 @@ def trained(config: Path, **training: Any) -> TrainedRun:
 
 def write_config(folder: Path, model: Path, data: ToyData, **sections: Any) -> Path:
     """Steps of both channels, answered by the learner; each is evaluated and saved."""
-    mapping = small_mapping(model, data, folder / "run")
-    mapping["rollout_matching"] = {
-        "rollout_backend": "hf",
-        "max_new_tokens": 12,
-        "decode_batch_size": 4,
-        "eval_detection": {"enabled": True, "save_answers": True},
-    }
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1}
     own = {
-        "training": {
-            "max_steps": STEPS,
-            "save_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-        },
+        "training": {"max_steps": STEPS, "save_steps": 1, **evaluation},
         "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+        "rollout_matching": {
+            "rollout_backend": "hf",
+            "max_new_tokens": 12,
+            "decode_batch_size": 4,
+            "eval_detection": {"enabled": True, "save_answers": True},
+        },
     }
     config = folder / "run.yaml"
-    config.write_text(dump_mapping(merge(merge(mapping, own), sections)))
+    mapping = small_mapping(model, data, folder / "run", **merge(own, sections))
+    config.write_text(dump_mapping(mapping))
     return config
 
 
