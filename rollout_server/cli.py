@@ -30,19 +30,6 @@ from shared_contracts.strict_model import bare_type, is_model
 _METAVARS = {int: "<integer>", float: "<number>", str: "<text>", Path: "<path>", bool: ""}
 
 
-def option_parameters() -> list[Parameter]:
-    """Return the options of all settings but nested ones, as parameters of a typer command."""
-    options = {
-        name: _annotation(name, field)
-        for name, field in ServerSettings.model_fields.items()
-        if not is_model(bare_type(field.annotation))
-    }
-    return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in options.items()
-    ]
-
-
 def _annotation(name: str, field: FieldInfo) -> Any:
     text, default = (field.description or "").replace("`", ""), default_text(field)
     text = f"{text[0].upper()}{text[1:]}{f' ({default})' if default else ''}."
@@ -124,9 +111,14 @@ def rollout_server(
 
 
 def with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the `**options` of a command by one option per setting."""
+    """Replace the `**options` of a command by one option per setting, except nested ones."""
     *own, _ = inspect.signature(command).parameters.values()
-    vars(command)["__signature__"] = inspect.Signature([*own, *option_parameters()])
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field))
+        for name, field in ServerSettings.model_fields.items()
+        if not is_model(bare_type(field.annotation))
+    ]
+    vars(command)["__signature__"] = inspect.Signature([*own, *options])
     return command
 
 

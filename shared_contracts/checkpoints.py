@@ -37,12 +37,6 @@ def checkpoint_chain(folder: Path, where: str) -> list[Path]:
     return chain
 
 
-def folder_with(folder: Path, name: str, where: str) -> Path:
-    """Return the first folder of `checkpoint_chain` that has the file, else `folder`."""
-    chain = checkpoint_chain(folder, where)
-    return next((each for each in chain if (each / name).is_file()), folder)
-
-
 def weight_files(folder: Path, where: str) -> list[Path]:
     """Return the `*.safetensors` of a checkpoint; raises ContractError at `where` without any."""
     files = sorted(folder.glob("*.safetensors"))

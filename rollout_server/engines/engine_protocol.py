@@ -111,6 +111,8 @@ FIRST_VERSION = 0
 
 # (prompt, sampling parameters, tokens of both, sequences) -> the outputs of the chosen engine.
 ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
+# Takes an output of the engine.
+Send = Callable[[Any], None]
 
 
 class Engine(Protocol):
@@ -156,7 +158,8 @@ class Engine(Protocol):
     async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
         """Return the prompt, which is the same for all engines of a model.
 
-        images: one for each None of the messages. Raises BadRequest and EngineDead.
+        images: one for each None of the messages. Raises BadRequest, also for a control token in a
+        text, and EngineDead.
         """
 
     def check_sampling(self, config: RequestConfig) -> None:
@@ -177,18 +180,13 @@ class Engine(Protocol):
         """
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
-        """Return an app with `/v1/models` and `/v1/chat/completions`.
+        """Return an app with `/v1/models` and `/v1/chat/completions`, rendered by this engine."""
 
-        It renders with this engine, and generates with `generate_chat`.
-        """
+    async def stream(self, prompt: Any, sampling: Any, turn: int, send: Send) -> None:
+        """Continue a prompt of `generate_chat` with its `sampling`; pass each output to `send`.
 
-    async def stream(
-        self, prompt: Any, sampling: Any, turn: int, send: Callable[[Any], None]
-    ) -> None:
-        """Continue `prompt` and pass each output of the engine to `send`.
-
-        prompt, sampling: the arguments of `generate_chat`. turn: as in `generate`.
-        Cancelling the call aborts its sequences. Raises EngineDead and Aborted.
+        turn: as in `generate`. Cancelling the call aborts its sequences. Raises EngineDead, Aborted
+        and the engine's own errors for a bad request.
         """
 
     # --- memory of the device
@@ -237,5 +235,4 @@ class Engines(Protocol):
     def all(self) -> Sequence[Engine]:
         """Return all engines by index; raises the `not-ready` problem if one is missing."""
 
-    def alive(self) -> Sequence[Engine]:
-        """Return the live engines."""
+    def alive(self) -> Sequence[Engine]: ...

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.checkpoints import checkpoint_chain, folder_with
+from shared_contracts.checkpoints import checkpoint_chain
 from shared_contracts.errors import RunError
 from shared_contracts.machine import signal_at_death_of
 
@@ -48,12 +48,13 @@ def merge(folder: Path, out: Path) -> None:
     from peft import PeftModel  # slow
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    *adapters, base = checkpoint_chain(folder, "model")
+    chain = checkpoint_chain(folder, "model")
+    *adapters, base = chain
     model = AutoModelForImageTextToText.from_pretrained(base, dtype="auto", trust_remote_code=False)
     for adapter in reversed(adapters):
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     model.save_pretrained(out)
-    holder = folder_with(folder, "tokenizer.json", "model")
+    holder = next((each for each in chain if (each / "tokenizer.json").is_file()), folder)
     AutoProcessor.from_pretrained(holder, trust_remote_code=False).save_pretrained(out)
 
 

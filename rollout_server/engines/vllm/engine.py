@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from rollout_server.engines.engine_protocol import (
     Load,
     Prompt,
     PromptMessage,
+    Send,
     WeightPhaseFailed,
 )
 from rollout_server.engines.vllm.push_engine import BACKEND
@@ -147,8 +148,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return all sampling parameters, so that none comes from the checkpoint.
 
-    sentinel: stop id of the repeat guard.
-    Raises the `invalid-request` problem for a combination that vLLM does not support.
+    sentinel: stop id of the repeat guard. Raises as `Engine.check_sampling`.
     """
     try:
         return SamplingParams(
@@ -185,10 +185,7 @@ _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """The implementation of `engine_protocol.Engine`, which describes the methods.
-
-    guard: settings of the repeat guard; `prepare` compares those of every worker.
-    """
+    """The implementation of `engine_protocol.Engine`, which describes the methods."""
 
     def __init__(self, llm: AsyncLLM, index: int, guard: RepeatTerminateConfig) -> None:
         self._llm = llm
@@ -210,7 +207,6 @@ class VllmEngine:
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
-        """Start the engine process of replica `index` and load the model (seconds)."""
         config = engine_args(settings, index).create_engine_config()
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         if settings.openai:  # seconds of imports, in this thread
@@ -235,7 +231,6 @@ class VllmEngine:
         self._given_up.set()
 
     async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
-        """Apply the model's chat template and processor; control tokens in a text are refused."""
         text = "\n".join(part or "" for message in messages for part in message.parts)
         if found := [token for token in self._control_tokens if token in text]:
             refused = f"the text spells out {found[0]}, which the chat template writes"
@@ -270,12 +265,12 @@ class VllmEngine:
         turn: int,
     ) -> list[Completion]:
         sampling = sampling_params(config, seed, max_tokens, self._sentinel)
-        adapter = self._adapter
-        lora = None if adapter is None else _lora(adapter)
-        outputs = self._llm.generate(
-            prompt.engine_input, sampling, request_id, lora_request=lora, priority=turn
-        )
-        final = await self._reached(_only(outputs))
+        adapter, finals = self._adapter, list[RequestOutput]()
+        try:
+            await self._run(prompt.engine_input, sampling, request_id, turn, finals.append)
+        except VLLMClientError as error:
+            raise BadRequest("messages", str(error)) from error
+        (final,) = finals
         return [self._completion(output, adapter) for output in final.outputs]
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
@@ -283,19 +278,19 @@ class VllmEngine:
 
         return await openai_app(self._llm, generate_chat)
 
-    async def stream(
-        self, prompt: Any, sampling: SamplingParams, turn: int, send: Callable[[Any], None]
-    ) -> None:
-        """Pass every output of vLLM's `generate` to `send`, with the same text as `/infer/`.
-
-        Raises EngineDead, Aborted, and vLLM's errors for a bad request.
-        """
+    async def stream(self, prompt: Any, sampling: SamplingParams, turn: int, send: Send) -> None:
+        # The text is that of `/infer/`.
         sampling.skip_special_tokens = sampling.spaces_between_special_tokens = False
         if self._sentinel is not None:
             sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
+        await self._run(prompt, sampling, uuid.uuid4().hex, turn, send)
+
+    async def _run(
+        self, prompt: Any, sampling: SamplingParams, request_id: str, turn: int, send: Send
+    ) -> None:
+        """Raises EngineDead, Aborted, and vLLM's errors for a bad request."""
         adapter = self._adapter  # kept until the end of the call
         lora = None if adapter is None else _lora(adapter)
-        request_id = uuid.uuid4().hex
         outputs = self._llm.generate(prompt, sampling, request_id, lora_request=lora, priority=turn)
 
         async def send_all() -> None:
@@ -340,11 +335,6 @@ class VllmEngine:
         self.asleep = False
 
     async def sleep(self) -> None:
-        """Pause, end waiting sequences, move the weights to the host, drop the KV cache (level 1).
-
-        Level 2 would drop tensors that are neither buffers nor part of a push, such as those of
-        Qwen3-VL's deepstack and of LoRA layers.
-        """
         self.asleep = True
         try:
             await self.pause()
@@ -352,7 +342,8 @@ class VllmEngine:
             await self.resume()
             raise
         if not self._released:
-            # A pause holds waiting requests back; this mode ends them.
+            # Level 2 would drop tensors that are neither buffers nor part of a push, such as those
+            # of Qwen3-VL's deepstack and of LoRA layers. `abort` ends the waiting requests.
             await self._move_memory(self._llm.sleep(level=1, mode="abort"))
             self._released = {WEIGHTS, KV_CACHE}
 
@@ -362,7 +353,7 @@ class VllmEngine:
             self._released.difference_update(due)
 
     async def _move_memory(self, call: Coroutine[Any, Any, object]) -> None:
-        """Run a call that moves memory; a failure ends the engine. Raises EngineDead."""
+        """Raises EngineDead: a failure ends the engine."""
         try:
             await self._worker_call(call)
         except BaseException as error:
@@ -419,7 +410,7 @@ class VllmEngine:
         self._adapter, self.weights_version = adapter, adapter.version
 
     async def _worker_call(self, call: Coroutine[Any, Any, object]) -> None:
-        """Run a call of the workers. Raises WeightPhaseFailed or EngineDead."""
+        """Raises WeightPhaseFailed or EngineDead."""
         self._phases += 1
         try:
             await self._reached(call)
@@ -450,15 +441,6 @@ class VllmEngine:
 def _lora(adapter: Adapter, *, load_inplace: bool = False) -> LoRARequest:
     name, folder = f"version-{adapter.version}", str(adapter.folder)
     return LoRARequest(name, adapter.version, folder, load_inplace=load_inplace)
-
-
-async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """Return the one output of a FINAL_ONLY call. Raises BadRequest."""
-    try:
-        (final,) = [output async for output in outputs]
-    except VLLMClientError as error:
-        raise BadRequest("messages", str(error)) from error
-    return final
 
 
 def _vllm_messages(messages: list[PromptMessage], images: list[Image.Image]) -> list[Any]:
