@@ -54,7 +54,6 @@ def option_names(name: str, field: FieldInfo) -> str:
 
 
 def metavar(field: FieldInfo) -> str:
-    """Return the form of one value of a field's option."""
     kind = bare_type(field.annotation)
     if get_origin(kind) is Literal:
         return f"[{'|'.join(map(str, get_args(kind)))}]"
@@ -155,5 +154,4 @@ def serve(
 
 
 def main() -> None:
-    """Run the command line (see `run_program`)."""
     run_program(app)

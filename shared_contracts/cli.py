@@ -97,7 +97,6 @@ def describe(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for an error."""
     return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED
 
 

@@ -97,7 +97,6 @@ class CheckErrors:
             return None
 
     def raise_all(self) -> None:
-        """Raise ContractErrors if there are any."""
         if self.errors:
             raise ContractErrors(self.errors)
 

@@ -161,7 +161,6 @@ def available_ram() -> float | None:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the distributions that are installed."""
     versions = {}
     for name in distributions:
         with suppress(PackageNotFoundError):

@@ -161,7 +161,6 @@ def bare_type(annotation: Any) -> Any:
 
 
 def is_model(annotation: Any) -> bool:
-    """Return whether a type is a pydantic model."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

@@ -343,22 +343,18 @@ _creation_lock = threading.Lock()
 
 
 def attempt_key(attempt: str) -> str:
-    """Return the store's key that identifies an `InitCommunicator`."""
     return f"attempt/{attempt}"
 
 
 def group_prefix(number: int) -> str:
-    """Return the prefix of the keys of a group."""
     return f"group/{number}"
 
 
 def ready_key(rank: int) -> str:
-    """Return the key that a rank sets when it is ready."""
     return f"ready/{rank}"
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of a rank in errors."""
     return "learner (rank 0)" if rank == 0 else f"engine worker (rank {rank})"
 
 

@@ -103,13 +103,16 @@ def read_chain(
     """
     chain, mappings = [path], [read(path)]
     while "extends" in mappings[-1]:
-        parent = _extended(chain[-1], mappings[-1]["extends"])
+        where = f"{chain[-1]}: extends"
+        try:
+            parent = chain[-1].parent / written_path(mappings[-1]["extends"])
+        except Refusal as refusal:
+            raise ContractError(where, refusal.found, refusal.do) from None
         if not os.path.isfile(parent):  # False without permission
-            found = f"there is no file {parent}"
-            raise ContractError(f"{chain[-1]}: extends", found, "Correct the path")
+            raise ContractError(where, f"there is no file {parent}", "Correct the path")
         if parent.resolve() in [known.resolve() for known in chain]:
             found = f"the chain is a circle: {' -> '.join(map(str, [*chain, parent]))}"
-            raise ContractError(f"{chain[-1]}: extends", found, "Break the circle")
+            raise ContractError(where, found, "Break the circle")
         chain.append(parent)
         mappings.append(read(parent))
     return chain, mappings
@@ -132,13 +135,6 @@ def merge(mapping: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
             value = merge(below, value)
         merged[key] = value
     return merged
-
-
-def _extended(path: Path, extends: Any) -> Path:
-    try:
-        return path.parent / written_path(extends)
-    except Refusal as refusal:
-        raise ContractError(f"{path}: extends", refusal.found, refusal.do) from None
 
 
 _VARIABLE = re.compile(r"\$\{\w*\}?|(?:^|/)\$\w")

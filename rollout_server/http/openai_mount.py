@@ -15,11 +15,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
+from rollout_server.engines.engine_protocol import Engine
 from rollout_server.http.guards import ConcurrencyLimit
 from rollout_server.http.problems import answer_refusal
 from rollout_server.runtime.concurrency import handed_over
-from rollout_server.serving.infer import Turns, charged, ended_early, least_loaded
+from rollout_server.serving.infer import Turns, charged, least_loaded
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CHAT, CallRecord
 from shared_contracts.errors import ProblemError
@@ -76,18 +76,15 @@ class OpenAIMount:
         turn = Turns().take(engine, sequences)
 
         async def stream(send: Callable[[Any], None]) -> None:
-            with record.phase("generate"), charged(engine.load, tokens, sequences, turn):
+            with record.phase("generate"), charged(engine, tokens, sequences, turn):
                 running = engine.stream(prompt, sampling, turn, send)
                 await self._pool.until_stopped(running)
 
-        try:
-            async with aclosing(handed_over(stream)) as outputs:
-                async for output in outputs:
-                    # All sequences of an engine end before its version changes.
-                    record.weights_version = (engine.weights_version,) * 2
-                    yield output
-        except (EngineDead, Aborted) as error:
-            raise ended_early(engine, error) from error
+        async with aclosing(handed_over(stream)) as outputs:
+            async for output in outputs:
+                # All sequences of an engine end before its version changes.
+                record.weights_version = (engine.weights_version,) * 2
+                yield output
 
 
 class _AppResponse(Response):

@@ -32,7 +32,6 @@ def install_problem_handlers(app: FastAPI) -> None:
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the HTTP answer of a problem."""
     retry_after = {"Retry-After": str(RETRY_AFTER_S)} if problem.status == 429 else {}
     return JSONResponse(
         problem.model_dump(exclude_none=True),

@@ -48,7 +48,6 @@ def json_handler() -> logging.Handler:
 
 
 def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
-    """Set up logging to stderr."""
     # They log whole URLs, which may contain signatures.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -31,7 +31,6 @@ from rollout_server.engines.engine_protocol import (
     Completion,
     Engine,
     EngineDead,
-    Load,
     Prompt,
     PromptMessage,
 )
@@ -124,13 +123,19 @@ class Turns:
 
 
 @contextmanager
-def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[None]:
-    """Count a request as outstanding during the block; update the answered turn if it succeeds."""
+def charged(engine: Engine, tokens: int, sequences: int, turn: int) -> Iterator[None]:
+    """Count a request as outstanding during the block; update the answered turn if it succeeds.
+
+    Raises the problem of `ended_early` for EngineDead and Aborted.
+    """
+    load = engine.load
     load.tokens += tokens
     load.sequences += sequences
     try:
         yield
         load.turn = max(load.turn, turn)
+    except (EngineDead, Aborted) as error:
+        raise ended_early(engine, error) from error
     finally:
         load.tokens -= tokens
         load.sequences -= sequences
@@ -243,7 +248,6 @@ class RunningCall:
         return prompt
 
     async def _render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
-        """Render with the least loaded renderer."""
         work = 1 + sum(image.width * image.height for image in images)
         engine = min(self._engines, key=lambda engine: engine.load.rendering)
         engine.load.rendering += work
@@ -263,13 +267,8 @@ class RunningCall:
         max_tokens = min(config.max_tokens or room, room)
         tokens = len(prompt.token_ids) + config.n * max_tokens
         request_id, turn = uuid.uuid4().hex, self._turns.take(engine, config.n)
-        try:
-            with charged(engine.load, tokens, config.n, turn):
-                completions = await engine.generate(
-                    prompt, config, seed, max_tokens, request_id, turn
-                )
-        except (EngineDead, Aborted) as error:
-            raise ended_early(engine, error) from error
+        with charged(engine, tokens, config.n, turn):
+            completions = await engine.generate(prompt, config, seed, max_tokens, request_id, turn)
         return self._envelope(prompt, completions, seed, request_id)
 
     def _envelope(

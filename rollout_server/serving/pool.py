@@ -92,7 +92,6 @@ class Pool:
         self._stopping.set()
 
     async def close(self) -> None:
-        """End the engines' processes, except those of running builds."""
         await self._replicas.close()
 
     @property
@@ -174,7 +173,6 @@ class Pool:
         return versions[self._weights.state]
 
     def metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         try:
             is_ready = bool(self.health())
         except ProblemError:

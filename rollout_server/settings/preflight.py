@@ -124,7 +124,6 @@ def is_loopback(host: str) -> bool:
 
 
 def check_media(settings: ServerSettings) -> None:
-    """Check that the folders of images exist."""
     for directory in settings.allowed_media_dirs:
         if not os.path.isdir(directory):  # False without permission
             raise ContractError(
@@ -152,7 +151,6 @@ def check_gpus(
 
 
 def check_unused(gpus: Sequence[int], use: GpuUse) -> None:
-    """Raise ContractError if another process uses one of `gpus`."""
     for _, found in use.faults(gpus):
         raise ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
 

@@ -143,7 +143,6 @@ class Pushes:
         )
 
     async def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        """Check the manifest, drain and pause every engine, and prepare the workers to load."""
         async with self._phase("start", body.attempt, after="no push"):
             if not self._formed:
                 found = "no group with all replicas is formed; /init_communicator/ comes first"
@@ -165,7 +164,6 @@ class Pushes:
         return self.status
 
     async def update_weights(self, body: GroupCall) -> WeightStatus:
-        """Let the workers receive and load the weights while the learner sends them."""
         async with self._phase("transfer", body.attempt, after="start"):
             with timed(self._seconds, "transfer"):
                 parameters = self._update.parameters
@@ -174,7 +172,6 @@ class Pushes:
         return self.status
 
     async def finish_weight_update(self, body: GroupCall) -> SyncReport:
-        """Complete the load, drop the caches of the old weights, and resume."""
         async with self._phase("finish", body.attempt, after="transfer"):
             update = self._update
             with timed(self._seconds, "finish"):
@@ -226,11 +223,9 @@ class Pushes:
     # --- memory of the GPUs
 
     async def sleep(self) -> WeightStatus:
-        """Let running sequences end, end waiting ones, and release the memory of every engine."""
         return await self._move_memory("/sleep/", lambda engine: engine.sleep())
 
     async def wake_up(self) -> WeightStatus:
-        """Restore the memory of every engine, with the same weights."""
         return await self._move_memory("/wake_up/", lambda engine: engine.resume())
 
     async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:

@@ -314,7 +314,7 @@ def test_least_loaded_engine_is_next(replicas: int, costs: list[int]) -> None:
     engines = [EchoEngine(index) for index in range(replicas)]
     with ExitStack() as running:
         for cost in costs:
-            running.enter_context(charged(least_loaded(engines).load, cost, 1))
+            running.enter_context(charged(least_loaded(engines), cost, 1, 0))
         tokens = [engine.load.tokens for engine in engines]
         assert max(tokens) - min(tokens) <= max(costs)
     assert [engine.load for engine in engines] == [Load()] * replicas

@@ -68,7 +68,6 @@ REPORT = "rollout_server.engines.vllm.repeat_processor.RepeatReport"
 
 
 def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
-    """Return vLLM's arguments for replica `index`."""
     common: dict[str, Any] = {
         "model": str(settings.checkpoint),
         # The name in `/v1/models`.
