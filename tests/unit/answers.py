@@ -55,13 +55,11 @@ def text_in_role(tokenizer: Tokenizer, target: Target, role: Role) -> str:
     return text_of(tokenizer, [token for token, own in pairs if own == role])
 
 
-def parse(
-    tokenizer: PreTrainedTokenizerFast, text: str, *, allow_poly: bool = True
-) -> ParsedRollout:
+def parse(tokenizer: Tokenizer, text: str, *, allow_poly: bool = True) -> ParsedRollout:
     return parse_rollout(encode(tokenizer, text), tokenizer, allow_poly=allow_poly)
 
 
-def prefix(tokenizer: PreTrainedTokenizerFast, parsed: ParsedRollout) -> str:
+def prefix(tokenizer: Tokenizer, parsed: ParsedRollout) -> str:
     return text_of(tokenizer, parsed.prefix_token_ids)
 
 

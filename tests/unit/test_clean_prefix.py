@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from learner.config import parse_config
 from learner.config.rollout_matching import MatchingConfig
@@ -21,6 +20,7 @@ from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON, CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
+from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, ROOF, coords, encode, entry, pieces, text_of
 from tests.unit.config_faults import changed
@@ -34,7 +34,7 @@ NEAR_CAT = (12, 20, 300, 400)
 
 
 def assessed_of(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     answer: str | list[int],
     truths: list[GroundTruthObject],
     duplicate_iou: float | None = 0.9,
@@ -48,11 +48,11 @@ def assessed_of(
     return with_target(found, tokenizer, VERBATIM)
 
 
-def prefix_text(tokenizer: PreTrainedTokenizerFast, assessed: AssessedRollout) -> str:
+def prefix_text(tokenizer: Tokenizer, assessed: AssessedRollout) -> str:
     return text_of(tokenizer, assessed.parsed.prefix_token_ids)
 
 
-def departing(tokenizer: PreTrainedTokenizerFast, target: Target) -> list[tuple[str, str, str]]:
+def departing(tokenizer: Tokenizer, target: Target) -> list[tuple[str, str, str]]:
     """(text before, token of the duplicate, token of the target) of each departure."""
     return [
         (
@@ -81,16 +81,14 @@ ROOF_SAID = '"object_%d": {"desc": "roof", "poly": ' + coords(0, 0, 500, 0, 500,
     ids=["far", "another Unicode form", "polygon"],
 )
 def test_a_duplicate_has_the_description_and_nearly_the_place(
-    tokenizer: PreTrainedTokenizerFast, first: str, second: str, removed: bool
+    tokenizer: Tokenizer, first: str, second: str, removed: bool
 ) -> None:
     found = assessed_of(tokenizer, "{" + first + ", " + second + "}", [CAT])
     assert bool(found.duplicates) == removed
 
 
 @pytest.mark.req("CLEAN-01")
-def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(tokenizer: Tokenizer) -> None:
     class Clumsy(CoordJson):
         def keep(self, *_: object) -> list[int]:
             return encode(tokenizer, "{" + entry(1, "dog"))
@@ -107,7 +105,7 @@ def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
 
 
 @pytest.mark.req("CLEAN-01", "CHB-01", "APPEND-02")
-def test_a_matched_prefix_has_no_false_positive(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_matched_prefix_has_no_false_positive(tokenizer: Tokenizer) -> None:
     broken = '"object_4": {"desc": "hat"}'
     entries = [
         entry(1, "dog", (700, 700, 800, 800)),
@@ -129,9 +127,7 @@ def test_a_matched_prefix_has_no_false_positive(tokenizer: PreTrainedTokenizerFa
 
 
 @pytest.mark.req("CLEAN-01")
-def test_the_match_of_a_matched_prefix_counts_its_own_objects(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_match_of_a_matched_prefix_counts_its_own_objects(tokenizer: Tokenizer) -> None:
     answer = "{" + entry(1, "dog", DOG_BINS) + ", " + ROOF_SAID % 2 + ", " + entry(3) + "}"
     found = assessed_of(tokenizer, answer, [CAT, ROOF], None)
     rest, match = without_false_positives(
@@ -148,9 +144,7 @@ def test_the_match_of_a_matched_prefix_counts_its_own_objects(
     truths=st.lists(st.sampled_from([CAT, DOG]), max_size=3),
 )
 def test_a_target_of_matched_objects_is_the_annotation_in_the_order_of_the_answer(
-    said: list[GroundTruthObject],
-    truths: list[GroundTruthObject],
-    tokenizer: PreTrainedTokenizerFast,
+    said: list[GroundTruthObject], truths: list[GroundTruthObject], tokenizer: Tokenizer
 ) -> None:
     answer = COORD_JSON.write(said, "desc_first")
     found = assessed_of(tokenizer, answer, truths, None)
@@ -201,7 +195,7 @@ def test_a_target_of_matched_objects_is_the_annotation_in_the_order_of_the_answe
     ids=["description", "coordinate", "in a row", "at the end", "the same words", "behind these"],
 )
 def test_a_duplicate_departs_where_the_target_differs(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     said: list[str],
     truths: list[GroundTruthObject],
     expected: list[tuple[str, str | None, str | None]],
@@ -223,7 +217,7 @@ def test_a_duplicate_departs_where_the_target_differs(
 
 
 @pytest.mark.req("CLEAN-02")
-def test_a_duplicate_can_depart_within_a_character(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_duplicate_can_depart_within_a_character(tokenizer: Tokenizer) -> None:
     one, other = "\U00020000", "\U00020001"  # four bytes each, of which the last one differs
     missed = GroundTruthObject(other, ROOF.shape)
     said = [entry(1, one), entry(2, "red dog", DOG_BINS), entry(3, one)]
@@ -247,7 +241,7 @@ OBJECTS = st.lists(
 @pytest.mark.req("CLEAN-01", "CLEAN-02")
 @given(OBJECTS, st.lists(st.sampled_from([CAT, DOG]), max_size=3), st.booleans())
 def test_any_answer_is_the_same_without_its_duplicates(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     said: list[tuple[str, tuple[int, ...]]],
     truths: list[GroundTruthObject],
     closed: bool,

@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers.normalizers import NFC
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from learner.analysis.evaluation.comparison import Compared, compare, find_answers
@@ -28,6 +27,7 @@ from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.policy import Policy, RequestSettings, request_settings
 from learner.stages.matching import most_pairs
 from learner.stages.targets import build_ground_truth_target
+from learner.stages.tokens import Tokenizer
 from learner.training.evaluation import build_scorer
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import ProgressDisplay, log_calls
@@ -50,18 +50,14 @@ def sample(*objects: GroundTruthObject) -> Sample:
     return Sample("a:1", (), 64, 64, objects)
 
 
-def answer(
-    tokenizer: PreTrainedTokenizerFast, text: str, objects: Sequence[GroundTruthObject]
-) -> ScoredAnswer:
+def answer(tokenizer: Tokenizer, text: str, objects: Sequence[GroundTruthObject]) -> ScoredAnswer:
     output = rollout([], encode(tokenizer, text))
     return ScoredAnswer.scored(
         assess_by_name(sample(*objects), output, tokenizer, allow_poly=False, resolution=256), 256
     )
 
 
-def scored(
-    tokenizer: PreTrainedTokenizerFast, *answers: tuple[str, Sequence[GroundTruthObject]]
-) -> Scores:
+def scored(tokenizer: Tokenizer, *answers: tuple[str, Sequence[GroundTruthObject]]) -> Scores:
     return Scores.of(answer(tokenizer, text, objects) for text, objects in answers)
 
 
@@ -77,7 +73,7 @@ def counts(scores: Scores) -> tuple[int, ...]:
 
 
 @pytest.mark.req("EVAL-01")
-def test_hit_needs_place_and_description(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_hit_needs_place_and_description(toy_tokenizer: Tokenizer) -> None:
     text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
     found = scored(toy_tokenizer, (text, [CAT, DOG, BIRD]))
     assert counts(found) == (2, 3, 1, 2, 0)
@@ -102,7 +98,7 @@ def test_hit_needs_place_and_description(toy_tokenizer: PreTrainedTokenizerFast)
     ids=["several samples", "one object twice", "a dropped object", "IoU 0.56", "IoU 0.44"],
 )
 def test_counts_of_scores(
-    toy_tokenizer: PreTrainedTokenizerFast,
+    toy_tokenizer: Tokenizer,
     answers: list[tuple[str, Sequence[GroundTruthObject]]],
     expected: tuple[int, ...],
 ) -> None:
@@ -110,9 +106,7 @@ def test_counts_of_scores(
 
 
 @pytest.mark.req("RES-20")
-def test_hit_is_not_lost_to_another_description_at_its_place(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_hit_is_not_lost_to_another_description_at_its_place(toy_tokenizer: Tokenizer) -> None:
     """The dog lies on the cat exactly, the cat one bin off."""
     x1, y1, x2, y2 = CAT_BOX
     text = f"{{{entry(1, 'dog', CAT_BOX)}, {entry(2, 'cat', (x1 + 1, y1, x2, y2))}}}"
@@ -162,7 +156,7 @@ def best_way(iou: list[list[float]], taken: frozenset[int] = frozenset()) -> tup
 @pytest.mark.req("RES-20")
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
-    toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, form: Literal["NFC", "NFD"]
+    toy_tokenizer: Tokenizer, tmp_path: Path, form: Literal["NFC", "NFD"]
 ) -> None:
     """By a tokenizer that normalizes to NFC, as Qwen's does."""
     tokenizer = train_toy_tokenizer()
@@ -188,7 +182,7 @@ def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
 
 
 @pytest.mark.req("EVAL-01")
-def test_scores_with_a_zero_denominator(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_scores_with_a_zero_denominator(toy_tokenizer: Tokenizer) -> None:
     """None for an answer's precision and recall, zero for those of all answers."""
     for there, own in (([], (None, None, 1.0)), ([CAT], (None, 0.0, 0.0))):
         found = answer(toy_tokenizer, "{}", there)
@@ -250,7 +244,7 @@ class Scripted(RolloutBackend):
 
 @pytest.mark.req("EVAL-01")
 def test_evaluations_are_greedy_although_rollouts_are_sampled(
-    config_of: ConfigOf, toy_tokenizer: PreTrainedTokenizerFast
+    config_of: ConfigOf, toy_tokenizer: Tokenizer
 ) -> None:
     sampled = {
         "decode_mode": "sampling",
@@ -272,7 +266,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
 
 @pytest.mark.req("SEED-02", "SYNC-10", "DIST-05", "MET-01")
 def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
-    config_of: ConfigOf, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    config_of: ConfigOf, toy_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     config = config_of(training={"output_dir": str(tmp_path)})
     inputs, loaded = read_inputs(config), load_model(config)

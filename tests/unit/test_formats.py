@@ -191,7 +191,7 @@ def test_no_ids_raise(
 @each_format
 @given(data=st.data(), allow_poly=st.booleans())
 def test_any_answer_is_read_as_the_words_of_the_format_say(
-    data: st.DataObject, allow_poly: bool, case: Case, tokenizer: PreTrainedTokenizerFast
+    data: st.DataObject, allow_poly: bool, case: Case, tokenizer: Tokenizer
 ) -> None:
     ids = data.draw(case.rollouts(tokenizer))
     parsed = case.answers.parse(ids, tokenizer, allow_poly=allow_poly)
@@ -201,9 +201,7 @@ def test_any_answer_is_read_as_the_words_of_the_format_say(
 @pytest.mark.req("FMT-01", "CLEAN-01")
 @each_format
 @given(data=st.data())
-def test_any_entries_are_kept(
-    data: st.DataObject, case: Case, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_any_entries_are_kept(data: st.DataObject, case: Case, tokenizer: Tokenizer) -> None:
     values = data.draw(st.lists(st.sampled_from(case.values), min_size=1, max_size=5))
     parsed = case.answers.parse(encode(tokenizer, case.join(values)), tokenizer)
     entries = case.split(text_of(tokenizer, parsed.prefix_token_ids))
@@ -221,7 +219,7 @@ def test_any_prefix_is_continued_and_read_back(
     truths: list[GroundTruthObject],
     order: FieldOrder,
     case: Case,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
 ) -> None:
     parsed = case.answers.parse(data.draw(case.rollouts(tokenizer)), tokenizer)
     text = text_of(tokenizer, parsed.prefix_token_ids)
@@ -249,10 +247,7 @@ def test_any_prefix_is_continued_and_read_back(
 @each_format
 @given(truths=TRUTHS, order=ORDERS)
 def test_the_ground_truth_is_written_and_its_entries_are_counted(
-    truths: list[GroundTruthObject],
-    order: FieldOrder,
-    case: Case,
-    tokenizer: PreTrainedTokenizerFast,
+    truths: list[GroundTruthObject], order: FieldOrder, case: Case, tokenizer: Tokenizer
 ) -> None:
     """The guard counts as many entries as there are objects, whatever a description ends in."""
     target = build_ground_truth_target(truths, tokenizer, order, case.answers)
@@ -272,9 +267,7 @@ def test_the_ground_truth_is_written_and_its_entries_are_counted(
 
 @pytest.mark.req("FMT-01", "PARSE-07")
 @each_format
-def test_a_thousand_objects_are_all_read(
-    case: Case, qwen_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_thousand_objects_are_all_read(case: Case, qwen_tokenizer: Tokenizer) -> None:
     ids = encode(qwen_tokenizer, case.answers.write([CAT, ROOF] * 500, "desc_first"))
     parsed = case.answers.parse(ids, qwen_tokenizer)
     assert [found.index for found in parsed.objects] == list(range(1, 1001))
@@ -286,9 +279,7 @@ def test_a_thousand_objects_are_all_read(
 
 @pytest.mark.req("FMT-01", "CHB-01")
 @each_format
-def test_an_answer_is_corrected_continued_and_closed(
-    case: Case, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_answer_is_corrected_continued_and_closed(case: Case, tokenizer: Tokenizer) -> None:
     found = assess(
         Sample("a:1", (), 64, 64, (CAT, DOG)),
         rollout([], encode(tokenizer, case.answer)),
@@ -354,7 +345,7 @@ def test_a_text_that_is_no_prefix_of_a_list_is_not_continued(text: str) -> None:
 @pytest.mark.req("FMT-01", "LOSS-02")
 @pytest.mark.parametrize("desc", ["two\nlines", "a <|coord_5|> b", " ", "<|im_end|>"])
 def test_a_description_that_cannot_be_written_in_a_line_is_not_taught(
-    tokenizer: PreTrainedTokenizerFast, desc: str
+    tokenizer: Tokenizer, desc: str
 ) -> None:
     with pytest.raises(TargetUnreadable):
         build_ground_truth_target(
@@ -367,9 +358,7 @@ def test_a_description_that_cannot_be_written_in_a_line_is_not_taught(
 
 @pytest.mark.req("FMT-01")
 @pytest.mark.parametrize("desc", ["stop!", 'the "old"'])
-def test_a_newline_is_taught_as_a_token_of_its_own(
-    qwen_tokenizer: PreTrainedTokenizerFast, desc: str
-) -> None:
+def test_a_newline_is_taught_as_a_token_of_its_own(qwen_tokenizer: Tokenizer, desc: str) -> None:
     """Qwen's BPE fuses it with punctuation; an answer that has it so is read as well."""
     truths = [GroundTruthObject(desc, CAT.shape)] * 2
     text = COMPACT.write(truths, "geometry_first")
@@ -389,7 +378,7 @@ def test_a_newline_is_taught_as_a_token_of_its_own(
 @pytest.mark.parametrize("desc", ["person", "traffic light"])
 @pytest.mark.parametrize(("answers", "most"), [(OBJECTS_ARRAY, 26), (COMPACT, 10)])
 def test_a_box_takes_few_of_qwen_s_tokens(
-    qwen_tokenizer: PreTrainedTokenizerFast, answers: AnswerFormat, most: int, desc: str
+    qwen_tokenizer: Tokenizer, answers: AnswerFormat, most: int, desc: str
 ) -> None:
     box = GroundTruthObject(desc, CAT.shape)
     one, eleven = (
@@ -443,7 +432,7 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
     ],
 )
 def test_the_reason_of_each_unread_answer(
-    tokenizer: PreTrainedTokenizerFast, name: str, text: str, objects: int, fault: str | None
+    tokenizer: Tokenizer, name: str, text: str, objects: int, fault: str | None
 ) -> None:
     parsed = assess(
         Sample("a:1", (), 64, 64, (CAT,)),

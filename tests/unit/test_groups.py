@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from learner.config import load_config
 from learner.config.rollout_matching import GroupRelativeConfig, MatchingConfig
@@ -29,6 +28,7 @@ from learner.runs.metrics import StepReport
 from learner.stages.matching import match_objects
 from learner.stages.rewards import token_advantages, with_rewards
 from learner.stages.targets import assess, kept_logprobs, with_target
+from learner.stages.tokens import Tokenizer
 from learner.training.channels import recipe_of
 from learner.training.step import StepRunner
 from learner.types import (
@@ -36,6 +36,7 @@ from learner.types import (
     NOT_EXHAUSTIVE_CATEGORIES,
     AssessedRollout,
     GroundTruthObject,
+    Reward,
     Role,
     Sample,
 )
@@ -61,7 +62,7 @@ LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 
 
 def assessed_as(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     text: str,
     truths: Sequence[GroundTruthObject] = (CAT, DOG),
     finish_reason: str = "stop",
@@ -80,6 +81,12 @@ def groups_of(size: int = 2, advantage: str = "mean", **reward: float) -> GroupR
 
 def rewarded(config: GroupRelativeConfig, *answers: AssessedRollout) -> list[AssessedRollout]:
     return with_rewards(answers, config, RESOLUTION)
+
+
+def rewards_of(config: GroupRelativeConfig, *answers: AssessedRollout) -> list[Reward]:
+    rewards = [found.reward for found in rewarded(config, *answers)]
+    assert all(rewards)
+    return [reward for reward in rewards if reward]
 
 
 EVERYTHING = box("sky", 0, 0, 999, 999)
@@ -111,43 +118,33 @@ NEAR = box("cat", 0, 0, 100, 80)
     ],
 )
 def test_a_reward_is_the_f1_of_the_answer_less_its_faults(
-    tokenizer: PreTrainedTokenizerFast,
-    text: str,
-    truths: tuple[GroundTruthObject, ...],
-    parts: tuple[float, ...],
+    tokenizer: Tokenizer, text: str, truths: tuple[GroundTruthObject, ...], parts: tuple[float, ...]
 ) -> None:
-    found, _ = rewarded(groups_of(), *[assessed_as(tokenizer, text, truths)] * 2)
-    assert found.reward is not None
-    assert found.reward[:5] == pytest.approx(parts)
+    reward, _ = rewards_of(groups_of(), *[assessed_as(tokenizer, text, truths)] * 2)
+    assert reward[:5] == pytest.approx(parts)
 
 
 @pytest.mark.req("GROUP-01")
-def test_what_lvis_leaves_open_is_not_judged(tokenizer: PreTrainedTokenizerFast) -> None:
-    left_open = assessed_as(
-        tokenizer, written(CAT, EVERYTHING), (CAT,), metadata={NEG_CATEGORIES: []}
-    )
-    found, _ = rewarded(groups_of(), left_open, left_open)
-    assert found.reward is not None
-    assert (found.reward.total, found.reward.oversized) == (1.0, 0.0)
+def test_what_lvis_leaves_open_is_not_judged(tokenizer: Tokenizer) -> None:
+    answer = written(CAT, EVERYTHING)
+    left_open = assessed_as(tokenizer, answer, (CAT,), metadata={NEG_CATEGORIES: []})
+    reward, _ = rewards_of(groups_of(), left_open, left_open)
+    assert (reward.total, reward.oversized) == (1.0, 0.0)
 
 
 @pytest.mark.req("GROUP-01")
-def test_advantages_are_relative_to_the_group_and_0_without_spread(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_advantages_are_relative_to_the_group_and_0_without_spread(tokenizer: Tokenizer) -> None:
     right, half, wrong = (
         assessed_as(tokenizer, text) for text in (written(CAT, DOG), written(CAT), "garbage")
     )
     answers = [right, half, wrong, half, half, half]
-    mean = [found.reward for found in rewarded(groups_of(3), *answers)]
-    assert all(mean)
-    of_mean = [reward.advantage for reward in mean if reward]
+    mean = rewards_of(groups_of(3), *answers)
+    of_mean = [reward.advantage for reward in mean]
     middle = 5 / 9
     assert of_mean == pytest.approx([1 - middle, 2 / 3 - middle, -middle, 0, 0, 0])
     spread = (sum((each - middle) ** 2 for each in (1, 2 / 3, 0)) / 3) ** 0.5
-    assert [reward.spread for reward in mean if reward] == pytest.approx([spread] * 3 + [0] * 3)
-    scaled = [found.reward for found in rewarded(groups_of(3, "mean_std"), *answers)]
-    of_std = [reward.advantage for reward in scaled if reward]
+    assert [reward.spread for reward in mean] == pytest.approx([spread] * 3 + [0] * 3)
+    of_std = [reward.advantage for reward in rewards_of(groups_of(3, "mean_std"), *answers)]
     assert of_std == pytest.approx([each / (spread + 1e-6) for each in of_mean])
     assert of_std[3:] == [0, 0, 0]
 
@@ -155,19 +152,18 @@ def test_advantages_are_relative_to_the_group_and_0_without_spread(
 @pytest.mark.req("GROUP-01")
 @pytest.mark.parametrize("advantage", ["mean", "mean_std"])
 def test_equal_rewards_have_no_spread_also_where_their_mean_is_rounded(
-    tokenizer: PreTrainedTokenizerFast, advantage: str
+    tokenizer: Tokenizer, advantage: str
 ) -> None:
     config = groups_of(3, advantage, duplicate_weight=0.0)
-    for found in rewarded(config, *[assessed_as(tokenizer, written(CAT, CAT, DOG))] * 3):
-        assert found.reward is not None
-        assert np.full(3, found.reward.total).std() > 0
-        assert (found.reward.spread, found.reward.advantage) == (0, 0)
+    for reward in rewards_of(config, *[assessed_as(tokenizer, written(CAT, CAT, DOG))] * 3):
+        assert np.full(3, reward.total).std() > 0
+        assert (reward.spread, reward.advantage) == (0, 0)
 
 
 @pytest.mark.req("GROUP-01")
 @pytest.mark.parametrize("advantage", ["mean", "mean_std"])
 def test_an_object_has_what_it_adds_to_the_reward_of_the_objects_before_it(
-    tokenizer: PreTrainedTokenizerFast, advantage: str
+    tokenizer: Tokenizer, advantage: str
 ) -> None:
     config = groups_of(3, advantage).model_copy(update={"credit": "object"})
     unfinished = ', "object_2": {"de'
@@ -191,7 +187,7 @@ def test_an_object_has_what_it_adds_to_the_reward_of_the_objects_before_it(
         ends = len(runs) if text.endswith("}") else len(own)  # the last `}}` may be one token
         assert tuple(key for key, _ in runs) == credits[:ends]
         for number, (_, run) in enumerate(runs[: len(own) - 1], start=1):
-            assert f'"object_{number}"' in tokenizer.decode([token for _, token in run])
+            assert f'"object_{number}"' in text_of(tokenizer, [token for _, token in run])
 
 
 # Of three cats, the most hits with the largest IoUs leave the second one unjudged. At 0.55 to 0.7
@@ -212,7 +208,7 @@ SAID = (CATS[0], box("cat", 200, 200, 272, 300), box("cat", 264, 200, 316, 300))
     ids=["unjudged", "oversized", "hit"],
 )
 def test_faults_count_from_their_object_on(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     said: tuple[GroundTruthObject, ...],
     truths: tuple[GroundTruthObject, ...],
     totals: tuple[float, ...],
@@ -220,11 +216,10 @@ def test_faults_count_from_their_object_on(
     lists = {NOT_EXHAUSTIVE_CATEGORIES: ["cat"]}
     answer = assessed_as(tokenizer, written(*said), truths, metadata=lists)
     config = groups_of(duplicate_weight=0.0).model_copy(update={"credit": "object"})
-    found, _ = rewarded(config, answer, answer)
-    assert found.reward is not None
-    assert found.reward.credits is not None
+    reward, _ = rewards_of(config, answer, answer)
+    assert reward.credits is not None
     steps = [after - before for before, after in pairwise([*totals, totals[-1]])]
-    assert found.reward.credits == pytest.approx(steps)
+    assert reward.credits == pytest.approx(steps)
 
 
 # --- the target is the answer
@@ -233,7 +228,7 @@ def test_faults_count_from_their_object_on(
 @pytest.mark.req("GROUP-02")
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
-    tokenizer: PreTrainedTokenizerFast, ended: bool
+    tokenizer: Tokenizer, ended: bool
 ) -> None:
     text = written(CAT, box("ghost", 800, 800, 900, 900))
     text = text if ended else text[:-12]
@@ -252,7 +247,7 @@ def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
 
 
 @pytest.mark.req("GROUP-02")
-def test_an_answer_without_a_token_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_without_a_token_is_left_out(tokenizer: Tokenizer) -> None:
     found = assessed_as(tokenizer, "", finish_reason="length")
     found = with_target(found, tokenizer, GROUPS)
     assert (found.target, found.left_out) == (None, "the answer has no token")
