@@ -23,20 +23,6 @@ from shared_contracts.errors import ContractError
 WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@pytest.mark.req("DIST-01", "DIST-02", "DIST-03", "RES-11", "ARCH-02")
-@pytest.mark.parametrize(
-    ("n", "world_sizes", "sizes"),
-    [
-        (7, [1, 1, 1], [3, 3, 1]),
-        (4, [2, 2, 2], [2, 2, 0]),
-        # 10/4 and 30/4: equal fractions, the lower index.
-        (10, [1, 3], [3, 7]),
-    ],
-)
-def test_servers_get_their_share(n: int, world_sizes: list[int], sizes: list[int]) -> None:
-    assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == sizes
-
-
 @pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
 @pytest.mark.scenario("Multi-server request distribution is deterministic")
 @given(st.integers(0, 200), WORLD_SIZES)
