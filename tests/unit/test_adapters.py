@@ -36,12 +36,10 @@ DORA = {**LORA, "use_dora": True}
 TUNERS = {"lora": {**LORA, "train_coordinate_rows": False}, "dora": DORA}
 
 
-def trained(
-    model: Path, data: ToyData, folder: Path, *, rate: float = 0.01, **sections: Any
-) -> Path:
+def trained(model: Path, data: ToyData, out: Path, *, rate: float = 0.01, **sections: Any) -> Path:
     training = {"learning_rate": rate, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
-    run_quietly(small_config(model, data, folder, training=training, **sections))
-    return folder / "checkpoint-3"
+    run_quietly(small_config(model, data, out, training=training, **sections))
+    return out / "checkpoint-3"
 
 
 @pytest.fixture(scope="module", params=TUNERS)
@@ -125,7 +123,7 @@ def test_a_merge_has_the_deadline_of_a_start(adapter: Path) -> None:
 
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_an_export_is_a_plain_checkpoint(
+def test_exports_are_plain_checkpoints(
     base: Path, adapter: Path, tmp_path: Path, dtype: Any
 ) -> None:
     out = tmp_path / "exported"

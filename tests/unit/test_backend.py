@@ -144,9 +144,7 @@ def test_changed_weights_are_pushed_and_others_only_to_restarted_servers(
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_failed_push_leaves_the_policy_stale_at_its_version(
-    backend: Recorder, policy: Policy
-) -> None:
+def test_failed_push_leaves_the_policy_as_it_was(backend: Recorder, policy: Policy) -> None:
     backend.broken = True
     with pytest.raises(RuntimeError, match="the push broke"):
         policy.push_if_stale()

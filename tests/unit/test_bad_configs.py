@@ -145,11 +145,9 @@ def test_a_bad_pipeline_is_refused(path: str, row: dict[str, Any]) -> None:
 @pytest.mark.req("CFG-08", "RES-09")
 @paths
 def test_a_module_config_needs_all_its_keys(path: str) -> None:
-    for index, module in enumerate(MODULES):
-        errors = errors_of(changed(f"{path}.objective.{index}.config", {}, PIPELINES[path]))
-        assert set(errors) == {
-            f"{path}.objective[{index}].config.{key}" for key in module["config"]
-        }
+    for n, module in enumerate(MODULES):
+        errors = errors_of(changed(f"{path}.objective.{n}.config", {}, PIPELINES[path]))
+        assert set(errors) == {f"{path}.objective[{n}].config.{key}" for key in module["config"]}
 
 
 @pytest.mark.req("CFG-08")

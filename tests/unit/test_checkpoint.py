@@ -102,9 +102,7 @@ def test_checkpoints_are_ordered_by_number_and_the_oldest_are_removed(tmp_path: 
 
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("count", [1, 3])
-def test_an_error_in_one_rank_is_raised_in_all_and_leaves_nothing(
-    tmp_path: Path, count: int
-) -> None:
+def test_error_in_one_rank_is_raised_in_all_and_leaves_nothing(tmp_path: Path, count: int) -> None:
     save(tmp_path, 1)
     full = OSError(28, "No space left on device")
     outcomes = in_ranks(count, lambda peers: save(tmp_path, 2, 1, peers, fail=full))

@@ -92,9 +92,7 @@ MISDIRECTED = problem("misdirected", "this host is not served", "Host")
 
 @pytest.mark.req("SYNC-05", "SYNC-07")
 @pytest.mark.parametrize("last", [health(version=4), problem("push-needed", "asleep", "weights")])
-def test_server_is_waited_for_until_it_can_be_pushed_to(
-    server: ScriptedServer, last: Reply
-) -> None:
+def test_server_is_waited_for_until_it_takes_a_push(server: ScriptedServer, last: Reply) -> None:
     replies = [STARTING] * 3 + [last]
     server.routes[HEALTH] = lambda _: replies.pop(0)
     RolloutClient(server.base_url, _LIMIT_S, clock=PausedClock()).wait_until_pushable()

@@ -108,9 +108,7 @@ run_program(app)
     ("ending", "code", "last"),
     [("return", 0, ""), ("raise ValueError('why')", 1, "ValueError: why")],
 )
-def test_a_program_ends_with_its_code_while_a_thread_computes(
-    ending: str, code: int, last: str
-) -> None:
+def test_program_ends_with_its_code_while_a_thread_runs(ending: str, code: int, last: str) -> None:
     script = COMPUTING_THREAD.replace("ENDING", ending)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (code, "printed cleaned up\n"), ended.stderr

@@ -254,9 +254,7 @@ def test_every_shipped_config_and_its_resolved_form_load_equal_and_are_valid(
 
 @pytest.mark.req("CFG-04")
 @pytest.mark.parametrize("path", sorted(TWO_CHANNEL.glob("gpu/*.yaml")), ids=config_name)
-def test_a_profile_of_a_gpu_is_a_canonical_leaf_but_for_its_folder(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_gpu_profile_is_a_canonical_leaf_but_for_its_folder(path: Path, tmp_path: Path) -> None:
     """Profiles beside prod and smoke are bound to one hop and the explicit fields, too."""
     folder = tmp_path / TWO_CHANNEL.name
     written(folder / "base.yaml", (TWO_CHANNEL / "base.yaml").read_text(encoding="utf-8"))

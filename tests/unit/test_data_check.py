@@ -270,9 +270,7 @@ def test_problems_end_with_2_and_a_limit_cuts_what_is_told_not_what_is_counted(
     assert len(words(ended.stdout)) == 7
 
 
-def test_the_files_of_a_run_are_checked_against_its_limits(
-    run_yaml: RunYaml, toy_data: ToyData
-) -> None:
+def test_files_of_a_run_are_checked_by_its_limits(run_yaml: RunYaml, toy_data: ToyData) -> None:
     """The small run generates at most 16 tokens, fewer than any answer has."""
     ended = data("check", "--config", run_yaml())
     assert ended.exit_code == 0

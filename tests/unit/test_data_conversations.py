@@ -83,9 +83,7 @@ PARTS = [
         ({"image": "a.png", "width": 640, "height": 480, "boxes": json.loads(ANSWER)}, "qwen"),
     ],
 )
-def test_every_form_gives_the_same_objects(
-    folder: Path, record: dict[str, Any], form: Format
-) -> None:
+def test_each_form_gives_equal_objects(folder: Path, record: dict[str, Any], form: Format) -> None:
     conversion = converted(folder, record, scale=None if form == "ms-swift" else "pixels")
     assert objects(conversion) == [("cat", CAT_BINS), ("dog", DOG_BINS)]
     (sample,) = conversion.records

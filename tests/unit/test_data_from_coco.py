@@ -206,7 +206,7 @@ def test_an_image_without_objects_is_kept_unless_it_is_to_be_skipped(folder: Pat
     ("order", "descriptions"),
     [("file", [0, 1, 2]), ("left-to-right", [1, 2, 0]), ("top-to-bottom", [2, 0, 1])],
 )
-def test_objects_come_in_the_order_asked_for(
+def test_objects_have_the_requested_order(
     folder: Path, order: Order, descriptions: list[int]
 ) -> None:
     boxes = [cat(300, 200, 9, 9), cat(10, 300, 9, 9), cat(100, 20, 9, 9)]
@@ -345,9 +345,7 @@ EMPTY = {"images": [image(1)], "annotations": [], "categories": []}
         (None, "there is no such file"),
     ],
 )
-def test_what_is_no_coco_file_is_refused_by_name(
-    tmp_path: Path, content: str | None, found: str
-) -> None:
+def test_other_files_than_coco_are_refused(tmp_path: Path, content: str | None, found: str) -> None:
     path = tmp_path / "coco.json"
     if content is not None:
         path.write_text(content, errors="surrogateescape")

@@ -124,9 +124,7 @@ def printed(
         table.title or str(number): [table.columns, *table.rows]
         for number, table in enumerate(stats_tables(samples, lengths, top), start=1)
     }
-    return {
-        title: [" ".join(map(str, row)).split() for row in rows] for title, rows in tables.items()
-    }
+    return {title: [" ".join(map(str, r)).split() for r in rows] for title, rows in tables.items()}
 
 
 def test_objects_descriptions_and_image_sizes_are_counted(measured: list[Sample]) -> None:
@@ -142,9 +140,7 @@ def test_objects_descriptions_and_image_sizes_are_counted(measured: list[Sample]
     assert first[1:] == [["2", "50.0%", "ball"], ["2", "50.0%", "(2", "others)"]]
 
 
-def test_tokens_are_held_against_the_limits_of_a_run(
-    scenes: list[Sample], toy_checkpoint: Path
-) -> None:
+def test_tokens_are_compared_with_limits(scenes: list[Sample], toy_checkpoint: Path) -> None:
     free = lengths_of(toy_checkpoint, TokenLimits(1, None))
     targets = [free.target(sample) for sample in scenes]
     pack = max(free.prompt(sample) + free.target(sample) for sample in scenes)

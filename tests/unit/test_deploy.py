@@ -86,9 +86,7 @@ def test_the_containers_for_gpus_have_gpus_of_their_own_and_the_server_has_time_
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", ["server", "server-cpu"])
-def test_an_example_yaml_reaches_and_configures_the_server_container(
-    name: str, example: Path
-) -> None:
+def test_example_yaml_reaches_and_configures_the_server(name: str, example: Path) -> None:
     service = container(name)
     options = parsed(service["command"])
     config = load_config(example)
@@ -210,9 +208,8 @@ def test_systemd_verifies_both_units(tmp_path: Path) -> None:
     for unit in (SERVER_UNIT, LEARNER_UNIT):
         shutil.copy(unit, units)
     command = ["systemd-analyze", "verify", "--man=no", f"--root={tmp_path}"]
-    done = subprocess.run(
-        [*command, SERVER_UNIT.name, LEARNER_UNIT.name], capture_output=True, text=True
-    )
+    command += [SERVER_UNIT.name, LEARNER_UNIT.name]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout + done.stderr == ""
 
 

@@ -323,9 +323,7 @@ def finished(
 
 
 @pytest.mark.req("MET-01")
-def test_several_processes_give_the_evaluation_of_one(
-    found: list[ScoredAnswer], tmp_path: Path
-) -> None:
+def test_several_processes_evaluate_as_one(found: list[ScoredAnswer], tmp_path: Path) -> None:
     alone = finished(tmp_path / "one", found, SINGLE_PROCESS)
     ranks = in_ranks(3, lambda peers: finished(tmp_path / "three", found, peers))
     assert [rank.result() for rank in ranks] == [alone] * 3
