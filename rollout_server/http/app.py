@@ -178,9 +178,7 @@ def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
         responses=problem_responses(*INFER_PROBLEMS),
     )
     async def infer(
-        request: Request,
-        call: Infer,
-        envelope: Annotated[bool, Query()] = True,
+        request: Request, call: Infer, envelope: Annotated[bool, Query()] = True
     ) -> Response:
         """Return one rollout per request, in order.
 

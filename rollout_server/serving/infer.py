@@ -289,13 +289,11 @@ class RunningCall:
             prompt_token_ids=prompt.token_ids if details else None,
         )
         ended = [each.index for each in completions if each.repeat_terminated]
+        versions = [version for each in completions for version in each.weights_version]
         stamp = wire.RolloutStamp(
             repeat_terminate_triggered=1 if ended else 0,
             repeat_terminated_choices=ended,
-            weights_version=(
-                min(completion.weights_version[0] for completion in completions),
-                max(completion.weights_version[1] for completion in completions),
-            ),
+            weights_version=(min(versions), max(versions)),
             server_epoch=self.server_epoch(),
             seed=seed,
             finish=completions[0].finish,

@@ -49,9 +49,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        build: Callable[[ServerSettings, int], Engine] = vllm.build,
+        self, settings: ServerSettings, build: Callable[[ServerSettings, int], Engine] = vllm.build
     ) -> None:
         self.settings = settings
         self._start_id = uuid.uuid4().hex
