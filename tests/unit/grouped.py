@@ -96,11 +96,9 @@ class Answering(RolloutBackend):
         pairs = zip(requests, seeds, strict=True)
         return [self._answer(self._samples[str(request.uuid)], seed) for request, seed in pairs]
 
-    def push_weights(self, version: int) -> None:
-        return
+    def push_weights(self, version: int) -> None: ...
 
-    def close(self) -> None:
-        return
+    def close(self) -> None: ...
 
     def _answer(self, sample: Sample, seed: int) -> RolloutOutput:
         second = (seed - 1) % SIZE

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from learner.config import merge, parse_config
-from learner.config.schema import Config
 from learner.data.order import BadSampleLog, ReplacedSamples
 from learner.data.toy import ToyData
 from learner.models.prompts import PromptEncoder
@@ -21,7 +20,7 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.data_files import LYING, paint
 from tests.unit.refusals import refused
-from tests.unit.small_run import metric_lines, run_quietly, small_mapping
+from tests.unit.small_run import ConfigOf, metric_lines, run_quietly, small_config
 
 pytestmark = pytest.mark.req("DATA-01", "STEP-02")
 
@@ -66,17 +65,20 @@ def damage(data: ToyData) -> dict[str, str]:
     }
 
 
-def config_of(model: Path, data: ToyData, out: Path, on_bad: str = "skip", **more: Any) -> Config:
-    mapping = merge(small_mapping(model, data, out), more)
-    return parse_config(merge(mapping, {"data": {"on_bad_sample": on_bad}}))
+STOP = {"on_bad_sample": "stop"}
 
 
-def test_all_bad_samples_are_named_before_a_run_starts(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
-) -> None:
+@pytest.fixture
+def config_of(toy_checkpoint: Path, data: ToyData, tmp_path: Path) -> ConfigOf:
+    """A run on `data` that skips bad samples, if it is not to stop."""
+    of = partial(small_config, toy_checkpoint, data, tmp_path / "run")
+    return partial(of, data={"on_bad_sample": "skip"})
+
+
+def test_all_bad_samples_are_named_before_a_run_starts(config_of: ConfigOf, data: ToyData) -> None:
     errors = damage(data)
     with pytest.raises(ContractErrors) as caught:
-        check_inputs(config_of(toy_checkpoint, data, tmp_path / "run", "stop"))
+        check_inputs(config_of(data=STOP))
     found = {error.where: error.found for error in caught.value.errors}
     assert found.keys() == errors.keys()
     assert all(words in found[where] for where, words in errors.items())
@@ -84,11 +86,11 @@ def test_all_bad_samples_are_named_before_a_run_starts(
 
 
 def test_the_check_refuses_the_sides_that_the_processor_refuses(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+    config_of: ConfigOf, data: ToyData
 ) -> None:
     """With the real processor, on both sides of its bound. Its own error names the sample."""
-    processor = AutoProcessor.from_pretrained(toy_checkpoint)
-    config = config_of(toy_checkpoint, data, tmp_path / "run")
+    config = config_of()
+    processor = AutoProcessor.from_pretrained(config.model.model)
     prompt = PromptEncoder(processor, config.template.prompt, None)
     image, sample_id = image_of(data.train_jsonl, 1), f"{data.train_jsonl}:1"
     for width, narrow in [(2000, False), (2010, True)]:
@@ -113,12 +115,12 @@ EPOCH = {"effective_batch_size": 8, "max_steps": 3, "save_steps": 1}
 
 @pytest.mark.req("RUN-01")
 def test_a_run_that_skips_bad_samples_makes_whole_steps_also_after_a_resume(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+    config_of: ConfigOf, data: ToyData, tmp_path: Path
 ) -> None:
     errors = damage(data)
     cut = image_of(data.train_jsonl, 9)  # its header is whole
     cut.write_bytes(cut.read_bytes()[:-40])
-    whole = run_quietly(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
+    whole = run_quietly(config_of(training=EPOCH | {"output_dir": str(tmp_path / "whole")}))
     steps = metric_lines(whole, "loss")
     assert [step["packing/post_rollout_segments"] for step in steps] == [8, 8, 8]
     assert sum(step["data/bad_samples"] for step in steps) == 6  # of one epoch
@@ -129,17 +131,17 @@ def test_a_run_that_skips_bad_samples_makes_whole_steps_also_after_a_resume(
     assert "cannot be decoded" in found[f"{data.train_jsonl}:9"]
     for last in (1, 3):
         training = EPOCH | {"max_steps": last, "resume": "auto"}
-        parts = run_quietly(config_of(toy_checkpoint, data, tmp_path / "parts", training=training))
+        parts = run_quietly(config_of(training=training))
     again = metric_lines(parts, "loss")
     assert [step["loss"] for step in again] == [step["loss"] for step in steps]
     assert (parts / "bad_samples.jsonl").read_bytes() == (whole / "bad_samples.jsonl").read_bytes()
 
 
 def test_an_evaluation_names_bad_samples_or_leaves_them_out(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+    config_of: ConfigOf, data: ToyData
 ) -> None:
     damage(data)
-    stop, skip = (config_of(toy_checkpoint, data, tmp_path / "run", on) for on in ("stop", "skip"))
+    stop, skip = config_of(data=STOP), config_of()
     inputs = check_inputs(skip)
     assert [sample.sample_id for sample in inputs.val] == [
         f"{data.val_jsonl}:{line}" for line in (1, 2, 4)
@@ -157,13 +159,13 @@ def test_an_evaluation_names_bad_samples_or_leaves_them_out(
 
 @pytest.mark.parametrize(("name", "samples"), [("train", 24), ("val", 4)])
 def test_a_file_without_a_good_sample_is_refused(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path, name: str, samples: int
+    config_of: ConfigOf, data: ToyData, name: str, samples: int
 ) -> None:
     file = {"train": data.train_jsonl, "val": data.val_jsonl}[name]
     for line in range(1, samples + 1):
         image_of(file, line).write_text("no image")
     with refused(str(file), f"none of {samples} samples can be used"):
-        check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
+        check_inputs(config_of())
 
 
 # --- replacement samples
@@ -218,11 +220,10 @@ def test_the_list_has_each_fault_once_also_after_a_restart(tmp_path: Path) -> No
 
 
 def test_a_description_that_the_answer_format_cannot_have_is_refused_before_the_run(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+    config_of: ConfigOf, data: ToyData
 ) -> None:
     """Channel A would end the run at this sample, and channel B leave it out."""
     edit(data.train_jsonl, 7, objects=[{"desc": "red\nbox", "bbox_2d": [1, 2, 3, 4]}])
-    mapping = small_mapping(toy_checkpoint, data, tmp_path / "run")
-    check_inputs(parse_config(mapping))
+    check_inputs(config_of(data=STOP))
     with refused(f"{data.train_jsonl}:7", r'"red\nbox" has "\n", which ends an ent'):
-        check_inputs(parse_config(merge(mapping, {"custom": {"answer_format": "compact"}})))
+        check_inputs(config_of(data=STOP, custom={"answer_format": "compact"}))

@@ -26,9 +26,6 @@ def with_training(**keys: Any) -> Config:
     return parse_config(merge(WARMUP, {"training": keys}))
 
 
-# --- Defaults ---------------------------------------------------------------------------
-
-
 def test_learning_rates_and_logging_dir_are_derived_when_null_or_left_out() -> None:
     null = {"vit_lr": None, "aligner_lr": None, "logging_dir": None}
     training = with_training(**null, learning_rate=3e-4).training

@@ -138,17 +138,13 @@ def test_boxes_of_another_scale_and_order_are_read_if_they_are_stated(
         [x1 / sides[0], y1 / sides[1], x2 / sides[0], y2 / sides[1]] for x1, y1, x2, y2 in corners
     ]
     annotations = [cat(*box, id=n) for n, box in enumerate([*stated, stated[1]])]
-    document = {"images": [image(1)], "annotations": annotations, "categories": CATEGORIES}
     annotations[0] |= {"bbox": None, "segmentation": RLE}
-    out = folder / "out.jsonl"
-    source = read_coco(written(folder, document), folder)
-    found = geometries(convert(source, out, scale=scale, corners="xyxy"))
+    found = geometries(converted(folder, *annotations, scale=scale, corners="xyxy"))
     assert found == [BINS, [500, 500, 999, 999], [0, 500, 500, 999], [500, 0, 999, 500]]
     annotations[0] |= {"bbox": stated[0]}
-    source = read_coco(written(folder, document), folder)
     with refused("--boxes", "4 of 5 boxes leave their images, and as xyxy 0"):
-        convert(source, out, scale=scale)
-    assert convert(source, out, scale=scale, corners="xywh").objects == 4
+        converted(folder, *annotations, scale=scale)
+    assert converted(folder, *annotations, scale=scale, corners="xywh").objects == 4
 
 
 def test_fractions_that_are_not_stated_are_named(folder: Path) -> None:

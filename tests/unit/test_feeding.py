@@ -29,13 +29,14 @@ from learner.types import AssessedRollout, Sample
 from shared_contracts.errors import RunError
 from tests.unit.fleets import wait_until
 from tests.unit.plain_accelerator import PlainAccelerator
-from tests.unit.small_run import small_config
+from tests.unit.small_run import ConfigOf, small_config
 from tests.unit.streams import InChunks
 from tests.unit.test_step import Parts, Scripted
 from tests.unit.watched_processor import WatchedProcessor
 
 pytestmark = pytest.mark.req("STEP-03", "FULL-08")
 
+B_ALONE = {"schedule": {"b_ratio": 1.0}}
 CHUNK, CHUNKS = 2, 4
 WAIT_S = 60.0
 
@@ -44,14 +45,8 @@ WAIT_S = 60.0
 def config(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    out = tmp_path_factory.mktemp("feeding")
-    return config_of(toy_checkpoint, toy_data, out, packing=False)
-
-
-def config_of(checkpoint: Path, data: ToyData, out: Path, **training: Any) -> Config:
-    """All steps are of channel B."""
-    ratio = {"schedule": {"b_ratio": 1.0}}
-    return small_config(checkpoint, data, out, training=training, stage2_ab=ratio)
+    out, training = tmp_path_factory.mktemp("feeding"), {"packing": False}
+    return small_config(toy_checkpoint, toy_data, out, training=training, stage2_ab=B_ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +201,7 @@ def test_rollout_and_learner_overlap_within_a_step(
 
 @pytest.mark.req("STEP-02", "CFG-07")
 def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(
-    parts: Parts, scenes: list[Sample], toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+    parts: Parts, scenes: list[Sample], config_of: ConfigOf
 ) -> None:
     """Nothing runs before all 8 micro batches of a rank are there: it gets them as one."""
     budget = {
@@ -216,7 +211,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
         "max_steps": 1,
         "save_steps": 1,
     }
-    config = config_of(toy_checkpoint, toy_data, tmp_path, **budget)
+    config = config_of(training=budget, stage2_ab=B_ALONE)
     assert config.training.resolve_accumulation(world_size=2) == 8
     (share,) = BatchLoader(scenes, order_of(config, len(scenes), processes=2), rank=1)
     feeding = Feeding(parts, config, share, round_size=None)

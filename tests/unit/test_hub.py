@@ -122,8 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 def _upload(asked: dict[str, Any]) -> dict[str, Any]:
