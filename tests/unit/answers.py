@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.formats.json_objects import MAX_BRACKETS
 from learner.stages.tokens import (
     IM_END,
     PLACEHOLDERS,
@@ -32,6 +33,69 @@ def coords(*bins: int) -> str:
 def entry(index: int, desc: str = "cat", bins: tuple[int, ...] = (10, 20, 300, 400)) -> str:
     """A valid entry of a box."""
     return f'"object_{index}": {{"desc": "{desc}", "bbox_2d": {coords(*bins)}}}'
+
+
+BOX = coords(10, 20, 300, 400)
+# Values of an entry that the strict parser drops, by the reason (PARSE-04).
+_BY_REASON = {
+    "key_invalid": [
+        # not JSON
+        '{"desc": "cat", "bbox_2d": ' + BOX[:-1] + "}",
+        f'{{"desc": "cat", "bbox_2d": {BOX},}}',
+        f'{{"desc": "cat" "bbox_2d": {BOX}}}',
+        f'{{"desc": cat, "bbox_2d": {BOX}}}',
+        f'{{"desc": "cat\x00", "bbox_2d": {BOX}}}',
+        f'{{"desc": NaN, "bbox_2d": {BOX}}}',
+        '{"desc": "cat", "bbox_2d": [<|coord_1|><|coord_2|>, <|coord_3|>, <|coord_4|>]}',
+        '{"desc": "cat", "bbox_2d": [5<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]}',
+        # not a dict
+        BOX,
+        "<|coord_1|>",
+        "",
+        # duplicate, extra or nested keys, more than one geometry
+        f'{{"desc": "cat", "desc": "dog", "bbox_2d": {BOX}}}',
+        f'{{"desc": "cat", "bbox_2d": {BOX}, "score": 1}}',
+        f'{{"desc": "cat", "bbox_2d": {BOX}, "poly": {coords(1, 2, 3, 4, 5, 6)}}}',
+        f'{{"desc": {{"text": "cat"}}, "bbox_2d": {BOX}}}',
+        '{"desc": "cat", "label": "dog"}',
+    ],
+    "missing_desc": [
+        f'{{"bbox_2d": {BOX}}}',
+        f'{{"desc": 5, "bbox_2d": {BOX}}}',
+        f'{{"desc": "", "bbox_2d": {BOX}}}',
+        f'{{"desc": " \\n\\u3000", "bbox_2d": {BOX}}}',
+        f'{{"desc": <|coord_1|>, "bbox_2d": {BOX}}}',
+        f'{{"bbox_2d": {BOX}, "desc": <|coord_1|>}}',
+        f'{{"desc": "cat \\ud800", "bbox_2d": {BOX}}}',
+        "{}",
+    ],
+    "missing_geom": ['{"desc": "cat"}'],
+    "unknown_geom": [f'{{"desc": "cat", "bbox": {BOX}}}'],
+    "non_coord_token": [
+        '{"desc": "cat", "bbox_2d": [1, 2, 3, 4]}',
+        '{"desc": "cat", "bbox_2d": [' + "9" * 5000 + "]}",
+        '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", 4]}',
+        '{"desc": "cat", "bbox_2d": ["<|coord_1|> ", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}',
+        '{"desc": "cat", "bbox_2d": ["<|coord_1|><|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}',
+        f'{{"desc": "cat", "bbox_2d": {coords(1000, 2, 3, 4)}}}',
+        '{"desc": "cat", "bbox_2d": ' + coords(1, 2, 3, 4).replace("<", "\\u003c", 1) + "}",
+        f'{{"desc": "cat", "poly": [{coords(1, 2)}, {coords(3, 4)}, {coords(5, 6)}]}}',
+        '{"desc": "cat", "poly": [' + ", ".join(["[]"] * 20) + "]}",
+        '{"desc": "cat", "poly": ' + "[" * MAX_BRACKETS + "]" * MAX_BRACKETS + "}",
+        '{"desc": "cat", "bbox_2d": "<|coord_1|>"}',
+    ],
+    "wrong_arity": [
+        '{"desc": "cat", "bbox_2d": []}',
+        f'{{"desc": "cat", "bbox_2d": {coords(1, 2, 3)}}}',
+        f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4)}}}',
+        f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4, 5, 6, 7)}}}',
+    ],
+    "bbox_invalid": [
+        f'{{"desc": "cat", "bbox_2d": {coords(5, 2, 3, 4)}}}',
+        f'{{"desc": "cat", "bbox_2d": {coords(1, 5, 3, 4)}}}',
+    ],
+}
+DROPPED = {value: reason for reason, values in _BY_REASON.items() for value in values}
 
 
 def with_value(value: str) -> str:

@@ -15,7 +15,9 @@ from learner.stages.formats.objects_array import OBJECTS_ARRAY
 from learner.stages.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
+    BOX,
     CAT,
+    DROPPED,
     encode,
     entry,
     parse,
@@ -25,7 +27,6 @@ from tests.unit.answers import (
     with_placeholders,
     with_value,
 )
-from tests.unit.dropped_values import BOX, DROPPED
 from tests.unit.toy_bpe import train_toy_tokenizer
 
 

@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from learner.stages.formats.coord_json import parse_rollout
 from learner.types import ParsedRollout
 from tests.unit.answers import (
+    BOX,
     DESCRIPTIONS,
+    DROPPED,
     braces_in,
     encode,
     entry,
@@ -22,7 +24,6 @@ from tests.unit.answers import (
     pieces,
     text_of,
 )
-from tests.unit.dropped_values import BOX, DROPPED
 from tests.unit.reference_parser import Reading, as_found, parse_slowly, read_symbols
 
 FUZZ = settings(suppress_health_check=list(HealthCheck))
