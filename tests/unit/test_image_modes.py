@@ -169,9 +169,7 @@ ON_ITS_SIDE[0x0112] = 6
 @pytest.mark.parametrize(
     "chunk", [(b"eXIf", ON_ITS_SIDE.tobytes().removeprefix(b"Exif\0\0")), (b"iTXt", XMP)]
 )
-def test_png_header_shows_the_size_of_the_upright_image(
-    place: str, chunk: Chunk, tmp_path: Path
-) -> None:
+def test_png_header_shows_the_upright_size(place: str, chunk: Chunk, tmp_path: Path) -> None:
     stored = COLOURS[:8]
     content = png(8, 2, stored, chunk) if place == "before" else png(8, 2, stored, behind=(chunk,))
     assert seen(content).shape == (16, 8, 3)

@@ -49,9 +49,7 @@ def the_problem(folder: Path, line: str | dict[str, Any]) -> ContractError:
     return problem
 
 
-def test_a_line_becomes_a_sample_with_absolute_image_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_has_absolute_image_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, elsewhere = tmp_path / "data", tmp_path / "b.png"
     folder.mkdir()
     write(folder, record(images=["a.png", str(elsewhere)], metadata={"split": "day"}))
@@ -190,9 +188,7 @@ def test_what_is_no_data_file_is_refused(tmp_path: Path, name: str, found: str) 
         read_samples(tmp_path / name, allow_poly=False)
 
 
-def test_a_file_that_may_not_be_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, record())
     monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError("denied")))
     with pytest.raises(ContractError, match="denied"):

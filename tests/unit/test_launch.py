@@ -221,9 +221,7 @@ def config_port(config: Config, index: int, key: str = "base_url") -> int:
         ({"rollout_matching": {"decode_batch_size": 1}}, "rollout_matching.decode_batch_size"),
     ],
 )
-def test_run_that_cannot_be_launched_is_refused(
-    config_with: ConfigOf, sections: dict[str, Any], where: str
-) -> None:
+def test_unfit_run_is_refused(config_with: ConfigOf, sections: dict[str, Any], where: str) -> None:
     config = config_with(**sections)
     with refused() as found:
         plan_launch(FILE, config, LaunchOptions("cpu", train_processes=4), {})
@@ -232,9 +230,7 @@ def test_run_that_cannot_be_launched_is_refused(
 
 @pytest.mark.req("CFG-09", "FULL-06", "WIRE-04")
 @pytest.mark.usefixtures("four_gpus")
-def test_servers_get_config_gpus_and_image_folders(
-    config: Config, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_options_of_started_servers(config: Config, toy_data: ToyData, tmp_path: Path) -> None:
     own = {"tensor_parallel_size": 2, "allowed_media_dirs": [str(tmp_path)], "grace_seconds": 90}
     plan = plan_launch(FILE, config, gpus("2,0", "1,4", train="3"), own)
     plan.write_files()

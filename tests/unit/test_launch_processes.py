@@ -75,9 +75,7 @@ def test_signal_stops_the_learner_and_then_the_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_signal_during_the_start_stops_the_servers(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_early_signal_stops_the_servers(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with Launch(tmp_path, ready=False) as launch:
         below = launch.wait_for_files("serving-0", "serving-1")
         launch.process.send_signal(number)

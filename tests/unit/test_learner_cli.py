@@ -205,17 +205,13 @@ def test_a_step_larger_than_the_data_and_a_buffer_smaller_than_a_step_are_refuse
 
 
 @pytest.mark.req("RES-04")
-def test_several_processes_without_torchrun_are_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_without_torchrun_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run.error().where == "WORLD_SIZE"
 
 
 @pytest.mark.req("ROLL-03")
-def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learner_beside_its_server_sees_one_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine whose code before torch finds three GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -288,9 +284,7 @@ def test_every_server_with_other_settings_is_reported_at_once(run: Run) -> None:
 
 @pytest.mark.req("SYNC-01")
 @pytest.mark.parametrize(("mode", "refused"), [("auto", ["enable_lora"]), ("full", [])])
-def test_a_server_without_adapters_is_refused_only_where_they_are_pushed(
-    run: Run, mode: str, refused: list[str]
-) -> None:
+def test_adapters_are_needed_only_if_pushed(run: Run, mode: str, refused: list[str]) -> None:
     run.set(tuner={"train_type": "lora", "lora_rank": 2, "lora_alpha": 4})
     run.set(rollout_matching__vllm__enable_lora=True, rollout_matching__vllm__sync__mode=mode)
     run.set(rollout_matching__decode_batch_size=12)

@@ -139,9 +139,7 @@ def test_a_head_of_its_own_below_a_config_that_ties_it_is_refused(config: Config
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_one_end_of_a_tied_model_is_refused(
-    config: Config, tmp_path: Path, target: str
-) -> None:
+def test_an_adapter_of_one_tied_end_is_refused(config: Config, tmp_path: Path, target: str) -> None:
     """Its merge would change both ends: another model than the one that was trained."""
     whole = AutoModelForImageTextToText.from_pretrained(config.model.model)
     adapted = get_peft_model(whole, LoraConfig(r=2, target_modules=[target]))
@@ -151,9 +149,7 @@ def test_an_adapter_of_one_end_of_a_tied_model_is_refused(
         load_model(config.model_copy(update={"model": model}))
 
 
-def test_the_rows_of_a_head_that_is_tied_above_alone_are_those_of_the_embedding(
-    config: Config,
-) -> None:
+def test_rows_of_a_head_that_is_tied_above_alone_are_those_of_the_embedding(config: Config) -> None:
     """As transformers decides it: by the top level, not by `text_config`."""
     file = config.model.model / "config.json"
     whole = json.loads(file.read_text())
@@ -273,9 +269,7 @@ def plain(checkpoint: Path) -> Qwen3VLForConditionalGeneration:
 
 @pytest.mark.req("FULL-04")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_the_convolution(
-    toy_checkpoint: Path, dtype: torch.dtype
-) -> None:
+def test_patches_equal_those_of_the_convolution(toy_checkpoint: Path, dtype: torch.dtype) -> None:
     conv = plain(toy_checkpoint).model.visual.patch_embed.to(dtype)
     product = copy.deepcopy(conv)
     holder = nn.Module()

@@ -260,9 +260,7 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
 
 @pytest.mark.req("LOSS-01", "LOSS-04")
 @pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 0.7)])
-def test_a_wide_vocabulary_is_read_as_one_plain_expression(
-    dtype: torch.dtype, temperature: float
-) -> None:
+def test_a_wide_vocabulary_is_read_as_a_whole(dtype: torch.dtype, temperature: float) -> None:
     """Its supervised rows are 12 MiB in float32: more than is read at once."""
     row, width = annotation_row(), 2**18
     draw = torch.Generator().manual_seed(5)
@@ -361,9 +359,7 @@ def assert_finite(case: Case, logits: list[Tensor]) -> None:
     [(name, torch.float32) for name in ROWS]
     + [(name, dtype) for name in WORST for dtype in (torch.float64, torch.bfloat16)],
 )
-def test_no_logits_make_a_loss_or_a_gradient_that_is_not_finite(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_losses_and_gradients_of_any_logits_are_finite(name: str, dtype: torch.dtype) -> None:
     for row, channel, count in EXAMPLES:
         case = Case(EVERYTHING, row, channel)
         for kind in KINDS:

@@ -370,9 +370,7 @@ def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
 
 @pytest.mark.req("DIST-03", "DIST-04", "RES-04", "FULL-06")
 @pytest.mark.parametrize(("world_sizes", "count"), [([1, 1], 2), ([1, 2], 2), ([1, 2], 3)])
-def test_processes_fill_the_servers_together_up_to_their_bound(
-    world_sizes: list[int], count: int
-) -> None:
+def test_processes_fill_the_servers_up_to_their_bound(world_sizes: list[int], count: int) -> None:
     """No call is answered before the servers have as many requests as all ranks send at once."""
     with ranks(len(world_sizes), count, 3, world_sizes) as run:
         all_there, there = threading.Event(), [0]
@@ -518,9 +516,7 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
 @pytest.mark.req("ASYNC-01", "SYNC-09", "DIST-05")
 @pytest.mark.parametrize("asking", [0, 1])
 @pytest.mark.parametrize("needs_push", [True, False])
-def test_beside_training_a_server_without_the_weights_waits_for_the_next_push(
-    asking: int, needs_push: bool
-) -> None:
+def test_beside_training_a_stale_server_waits_for_a_push(asking: int, needs_push: bool) -> None:
     """A server that was only unreachable gets requests again."""
     with ranks(1) as run:
 

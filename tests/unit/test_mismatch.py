@@ -137,9 +137,7 @@ def test_kept_tokens_of_a_pack_are_compared_with_a_log_softmax_of_whole_logits(
 
 
 @pytest.mark.req("CLEAN-01")
-def test_a_clean_prefix_is_compared_up_to_its_first_edit(
-    learner: ToyLearner, samples: list[Sample]
-) -> None:
+def test_clean_prefix_counts_to_its_first_edit(learner: ToyLearner, samples: list[Sample]) -> None:
     cat, dog = samples[0].objects
     channel = ChannelB(
         learner.encoding, parse_config(changed("stage2_ab.channel_b.prefix", "clean"))

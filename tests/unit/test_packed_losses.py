@@ -132,9 +132,7 @@ class Spoilt(nn.Module):
         ("nan", r"model\.model: the model's logits are NaN"),
     ],
 )
-def test_the_start_up_check_refuses_a_model_that_leaks(
-    toy_checkpoint: Path, fault: str, found: str
-) -> None:
+def test_the_check_refuses_a_model_that_leaks(toy_checkpoint: Path, fault: str, found: str) -> None:
     model: Any = loaded_from(toy_checkpoint).model
     model.set_attn_implementation(attention_of("auto" if fault == "bounds" else "sdpa"))
     check_packing(model)
@@ -144,9 +142,7 @@ def test_the_start_up_check_refuses_a_model_that_leaks(
 
 @pytest.mark.req("APPEND-03")
 @pytest.mark.scenario("Supervision indices are validated against assistant span")
-def test_an_index_outside_the_assistant_span_stops_the_step(
-    toy_checkpoint: Path, samples: list[Sample]
-) -> None:
+def test_index_outside_the_answer_is_refused(toy_checkpoint: Path, samples: list[Sample]) -> None:
     loaded = loaded_from(toy_checkpoint)
     good, *_ = ToyLearner(loaded).channel_a.segments(samples)
     group = good.target.coord_groups[0]

@@ -62,9 +62,7 @@ def subset_totals(lengths: Sequence[int]) -> set[int]:
         ([9, 5, 12, 6], [0, 1, 3]),
     ],
 )
-def test_the_oldest_goes_with_what_fills_the_pack_best(
-    lengths: list[int], chosen: list[int]
-) -> None:
+def test_the_oldest_goes_with_what_fills_it_best(lengths: list[int], chosen: list[int]) -> None:
     assert select_segments(lengths, 20) == chosen
 
 
@@ -83,9 +81,7 @@ def first_come_total(lengths: Sequence[int]) -> int:
     "Multiple short segments pack efficiently under the same cap",
 )
 @given(POOLS)
-def test_a_selection_is_the_oldest_with_others_as_full_as_first_come_at_least(
-    lengths: list[int],
-) -> None:
+def test_a_selection_is_the_oldest_with_others_at_least_as_full_as_fifo(lengths: list[int]) -> None:
     """In insertion order, each once; no older segment of the same length is passed over."""
     chosen = select_segments(lengths, CAPACITY)
     assert chosen[0] == 0

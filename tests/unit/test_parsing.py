@@ -31,9 +31,7 @@ from tests.unit.toy_bpe import train_toy_tokenizer
 
 
 @pytest.mark.req("PARSE-01", "PARSE-03", "ARCH-02")
-def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_box_has_its_description_and_token_positions(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = encode(tokenizer, "{" + entry(7, "red dog", (1, 2, 3, 4)) + "}")
     parsed = parse_rollout(ids, tokenizer)
     (found,) = parsed.objects
@@ -96,9 +94,7 @@ def test_an_invalid_object_is_dropped_with_its_reason_and_the_others_stay(
 
 @pytest.mark.req("PARSE-04", "PARSE-07")
 @pytest.mark.parametrize("behind", ["", "[]"])
-def test_brackets_too_deep_to_be_coordinates_count_as_nested(
-    tokenizer: PreTrainedTokenizerFast, behind: str
-) -> None:
+def test_brackets_too_deep_count_as_nested(tokenizer: PreTrainedTokenizerFast, behind: str) -> None:
     deep = "[" * (MAX_BRACKETS + 1) + "]" * (MAX_BRACKETS + 1)
     values = ", ".join(filter(None, [deep, behind]))
     text = "{" + entry(1) + f', "object_2": {{"desc": "cat", "poly": [{values}]}}, ' + entry(3)
@@ -108,9 +104,7 @@ def test_brackets_too_deep_to_be_coordinates_count_as_nested(
 
 
 @pytest.mark.req("PARSE-04")
-def test_text_that_spells_a_coordinate_token_in_other_tokens_is_none(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_coordinate_spelled_in_other_tokens_is_none(tokenizer: PreTrainedTokenizerFast) -> None:
     spelled = [
         token
         for part in ("<", "|", "coord", "_", "1", "|", ">")
@@ -263,9 +257,7 @@ def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_bra
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
 @pytest.mark.parametrize("extra", [[], [HALF_CHARACTER]])
-def test_a_cut_inside_a_token_with_part_of_a_character_keeps_the_bytes_of_that_part(
-    extra: list[str],
-) -> None:
+def test_a_cut_inside_a_token_keeps_the_bytes_of_a_part_of_a_character(extra: list[str]) -> None:
     # Where the replacement character is a token, ids could spell the broken text.
     toy_tokenizer = train_toy_tokenizer()
     toy_tokenizer.add_tokens(extra)
@@ -282,9 +274,7 @@ def test_a_cut_inside_a_token_with_part_of_a_character_keeps_the_bytes_of_that_p
 
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
-def test_a_leading_piece_of_whole_characters_may_need_ids_of_half_ones(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_whole_characters_may_need_ids_of_half_ones(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     text = f'{{"object_1": {{"bbox_2d": {BOX}, "desc": "toy 🚀"}}'
     ids = encode(toy_tokenizer, text + ",")
     assert pieces(toy_tokenizer, ids)[-1] == ' 🚀"},'

@@ -114,9 +114,7 @@ def test_broadcast_returns_the_result_of_rank_0_and_runs_nowhere_else() -> None:
         (ContractErrors([NO_BOX, OTHER]), ContractErrors, str(ContractErrors([NO_BOX, OTHER]))),
     ],
 )
-def test_error_of_one_rank_ends_all_ranks_with_its_text(
-    error: BaseException, kind: type[Exception], text: str
-) -> None:
+def test_error_of_one_rank_ends_all(error: BaseException, kind: type[Exception], text: str) -> None:
     zero, one, two = outcomes(ranks_of(3), failing(1, error))
     assert one is error
     assert [type(zero), type(two)] == [kind] * 2

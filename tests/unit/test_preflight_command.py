@@ -251,9 +251,7 @@ def test_with_gpus_for_servers_it_hands_over_to_learner_launch(
         ("--nproc 0", "is '0', not a number"),
     ],
 )
-def test_processes_that_do_not_fit_their_gpus_start_nothing(
-    tmp_path: Path, options: str, message: str
-) -> None:
+def test_processes_must_fit_their_gpus(tmp_path: Path, options: str, message: str) -> None:
     done = launch(tmp_path, SERVED, *options.split(), "a.yaml")
     assert (done.code, done.trained) == (2, [])
     assert message in done.stderr

@@ -182,9 +182,7 @@ def test_every_server_that_answers_is_proven_after_a_push(
 
 
 @pytest.mark.req("SYNC-06")
-def test_a_proof_that_no_server_answered_follows_the_next_push(
-    loaded: LoadedModel, answers: list[RolloutEnvelope]
-) -> None:
+def test_unanswered_proof_is_repeated(loaded: LoadedModel, answers: list[RolloutEnvelope]) -> None:
     proven: list[int] = []
     with scripted_server() as one:
         rollouts = [S(one)]

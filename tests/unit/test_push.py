@@ -337,9 +337,7 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
 
 @pytest.mark.req("SYNC-01", "SYNC-04")
 @pytest.mark.parametrize("route", [INIT, START, UPDATE, ADAPTER])
-def test_a_pusher_that_was_closed_meanwhile_forms_no_other_group(
-    server: ScriptedServer, route: str
-) -> None:
+def test_a_pusher_that_was_closed_forms_no_other_group(server: ScriptedServer, route: str) -> None:
     """As a push that was left behind in its thread."""
     worker = Worker(server)
     mode = SyncMode.of(adapted(), "adapter" if route == ADAPTER else "full", True)

@@ -86,9 +86,7 @@ OF_THE_SECOND = Problem.of(
         ((OF_THE_SECOND.status, OF_THE_SECOND), ProblemError, r"1 bad request\(s\); of 1$"),
     ],
 )
-def test_refusal_of_a_request_ends_the_run_without_a_retry(
-    reply: Reply, error: type[Exception], found: str
-) -> None:
+def test_refused_request_ends_the_run(reply: Reply, error: type[Exception], found: str) -> None:
     with fleet(2) as run:
         run.rollouts[0].server.routes[INFER] = lambda _: reply
         with pytest.raises(error, match=found):
@@ -308,9 +306,7 @@ def test_server_that_comes_back_with_other_settings_is_not_pushed_to() -> None:
 
 @pytest.mark.req("SYNC-07")
 @pytest.mark.parametrize(("rest_s", "tries"), [(0.0, 1), (FIRST_REST_S + 1, 3), (600.0, 4)])
-def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
-    rest_s: float, tries: int
-) -> None:
+def test_server_whose_group_cannot_be_formed_rests_before_a_try(rest_s: float, tries: int) -> None:
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
@@ -419,9 +415,7 @@ def adapter_broken(run: Fleet) -> None:
         (adapter_broken, [1, 2]),
     ],
 )
-def test_push_arrives_whatever_happened_to_the_server(
-    event: Callable[[Fleet], None], pushed: list[int]
-) -> None:
+def test_push_arrives_after_every_event(event: Callable[[Fleet], None], pushed: list[int]) -> None:
     with fleet(1) as run:
         event(run)
         run.backend.push_weights(2)

@@ -101,9 +101,7 @@ def test_a_wrong_setting_is_refused_by_name(key: str, value: object) -> None:
 
 @pytest.mark.req("REP-02")
 @pytest.mark.parametrize("separator", ["", " ", "\n  "])
-def test_the_keys_of_real_answers_are_counted_each_once(
-    tokenizer: PreTrainedTokenizerFast, separator: str
-) -> None:
+def test_keys_of_answers_count_once(tokenizer: PreTrainedTokenizerFast, separator: str) -> None:
     """Both tokenizers fuse the quote of a key with what stands before it."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     box = GroundTruthObject("red square", Shape("bbox_2d", (1, 2, 3, 4)))

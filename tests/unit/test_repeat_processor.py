@@ -267,9 +267,7 @@ def test_only_the_guard_chooses_the_sentinel_that_requests_stop_at(vllm_config: 
 
 
 @pytest.mark.req("REP-04")
-def test_without_the_sentinel_the_end_of_sequence_token_is_forced(
-    vllm_config: Any, tokenizer: Any
-) -> None:
+def test_without_the_sentinel_the_end_token_is_forced(vllm_config: Any, tokenizer: Any) -> None:
     """The token that vLLM resolved for the request, or the tokenizer's if it is to be ignored."""
     resolved = params()
     resolved.update_from_generation_config({}, B)
@@ -280,9 +278,7 @@ def test_without_the_sentinel_the_end_of_sequence_token_is_forced(
 
 @pytest.mark.req("FMT-01", "REP-01", "REP-03")
 @pytest.mark.parametrize("name", ENTRY_CONTEXTS)
-def test_both_processors_count_the_entries_of_the_format(
-    vllm_config: Any, tokenizer: Any, name: str
-) -> None:
+def test_both_count_the_entries_of_the_format(vllm_config: Any, tokenizer: Any, name: str) -> None:
     """They end an answer of three objects behind the entry that reaches the bound."""
     guard = RepeatTerminateConfig(enabled=True, max_object_keys=2, answer_format=name)
     answers = load_registered(ANSWER_FORMATS, name)
@@ -306,9 +302,7 @@ def test_both_processors_count_the_entries_of_the_format(
 
 
 @pytest.mark.req("REP-04")
-def test_the_plug_in_for_swift_rollout_refuses_to_do_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plug_in_for_swift_rollout_refuses_to_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that are off leave vLLM as it is. A real `swift rollout` is in the slow tests."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -333,9 +327,7 @@ SEVEN = RepeatTerminateConfig(enabled=True, ngram_size=7)
 
 @pytest.mark.req("REP-04")
 @pytest.mark.parametrize("config", [CONFIG, RepeatTerminateConfig()], ids=["on", "off"])
-def test_settings_written_to_the_environment_are_read_from_it(
-    tmp_path: Path, config: RepeatTerminateConfig
-) -> None:
+def test_written_settings_are_read_again(tmp_path: Path, config: RepeatTerminateConfig) -> None:
     """The engine's variables replace inherited ones; only the guard selects the runner V1."""
     settings = ServerSettings(model=tmp_path, device="cpu", repeat_terminate=config)
     written = engine_environment(settings)
@@ -381,9 +373,7 @@ def test_enabled_in_the_settings_decides(
         ({CONFIG_JSON: ON, CONFIG_JSON_PATH: os.devnull}, CONFIG_JSON_PATH, "it is not JSON"),
     ],
 )
-def test_a_wrong_variable_is_refused_by_name(
-    variables: dict[str, str], where: str, found: str
-) -> None:
+def test_a_wrong_variable_is_refused(variables: dict[str, str], where: str, found: str) -> None:
     with refused(where, found):
         repeat_config_from_environment(variables)
 
@@ -424,9 +414,7 @@ def test_a_token_in_use_is_no_sentinel(use: str) -> None:
         ({"config": CONFIG.model_dump(), "sentinel": None}, "no id left for the sentinel"),
     ],
 )
-def test_a_guard_is_active_if_every_worker_of_the_engine_has_it(
-    report: dict[str, Any] | None, found: str
-) -> None:
+def test_guard_is_active_if_all_workers_have_it(report: dict[str, Any] | None, found: str) -> None:
     good = {"config": CONFIG.model_dump(), "sentinel": 7}
     assert active_sentinel(CONFIG, [good, good]) == 7
     with pytest.raises(ContractError, match=found):

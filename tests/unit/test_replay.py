@@ -110,9 +110,7 @@ def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 
 @pytest.mark.parametrize(
     "kind", [{}, {"stage2_ab": {"channel_b": {"prefix": "clean"}}}], ids=["verbatim", "clean"]
 )
-def test_every_step_of_a_run_is_rebuilt_bit_for_bit(
-    make_run: MakeRun, kind: dict[str, Any]
-) -> None:
+def test_each_step_of_a_run_is_rebuilt_bit_for_bit(make_run: MakeRun, kind: dict[str, Any]) -> None:
     run = make_run(**kind)
     answers = [answer for step in STEPS for answer in RunFolder.open(run).answers(step)]
     assert {answer.parse.truncated for answer in answers} == {False, True}
@@ -149,9 +147,7 @@ def test_rewards_are_computed_again_and_shown(make_run: MakeRun) -> None:
 
 
 @pytest.mark.req("REPLAY-01")
-def test_steps_of_a_trained_run_and_of_two_processes_are_rebuilt(
-    trained_run: TrainedRun, finished: Path
-) -> None:
+def test_trained_run_and_two_processes_are_rebuilt(trained_run: TrainedRun, finished: Path) -> None:
     trained = replay(trained_run.folder)
     assert trained.exit_code == 0, trained.output
     both = replay(finished, "--step", "4")

@@ -191,9 +191,7 @@ def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_each_fault_of_a_run_has_a_finding(
-    lines: list[dict[str, Any]], text: str, tmp_path: Path
-) -> None:
+def test_each_fault_has_a_finding(lines: list[dict[str, Any]], text: str, tmp_path: Path) -> None:
     found_here = found(tmp_path, lines)
     assert text in texts(found_here)
     weights = [finding.weight for finding in found_here]
@@ -365,9 +363,7 @@ def test_failed_run_has_a_report_and_raises_its_own_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("error", [None, RunError("no server is left")])
-def test_report_that_fails_warns_and_does_not_fail_the_run(
-    error: RunError | None, tmp_path: Path
-) -> None:
+def test_failed_report_warns_and_fails_no_run(error: RunError | None, tmp_path: Path) -> None:
     console = Console(record=True, width=500)
     (going_on(tmp_path) / "rollouts" / "step_000002.jsonl").write_text('{"step": 2}\n')
     ends = pytest.raises(RunError, match="no server is left") if error else nullcontext()

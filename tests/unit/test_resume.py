@@ -114,9 +114,7 @@ def test_a_folder_that_another_process_writes_is_refused(resumable: ConfigOf) ->
 
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_run_that_began_and_ended_while_this_one_started_keeps_its_logs(
-    resumable: ConfigOf, resume: str
-) -> None:
+def test_a_run_that_ended_meanwhile_keeps_its_logs(resumable: ConfigOf, resume: str) -> None:
     config = resumable(training={"resume": resume})
     start = find_start(config, processes=1)
     checkpoint = with_checkpoint(config, 4)
@@ -166,9 +164,7 @@ def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(resumable: Con
 
 
 @pytest.mark.req("RUN-01")
-def test_changed_samples_are_refused(
-    resumable: ConfigOf, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_changed_data_is_refused(resumable: ConfigOf, toy_data: ToyData, tmp_path: Path) -> None:
     own = Path(shutil.copy(toy_data.train_jsonl, tmp_path))
     config = resumable(data={"train_jsonl": str(own)})
     with_checkpoint(config, 4)
@@ -179,9 +175,7 @@ def test_changed_samples_are_refused(
 
 
 @pytest.mark.req("RUN-01")
-def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state(
-    resumable: ConfigOf,
-) -> None:
+def test_another_number_of_processes_resumes_unless_each_has_a_state(resumable: ConfigOf) -> None:
     config = resumable()
     config.training.output_dir.mkdir()
     in_ranks(2, lambda peers: with_checkpoint(config, 2, peers))
@@ -196,9 +190,7 @@ def test_another_number_of_processes_resumes_with_a_note_unless_each_has_a_state
 
 
 @pytest.mark.req("RUN-01")
-def test_processes_that_see_different_folders_stop_before_logs_are_truncated(
-    resumable: ConfigOf,
-) -> None:
+def test_processes_that_see_different_folders_stop_before_truncation(resumable: ConfigOf) -> None:
     config = resumable()
     folder = with_checkpoint(config, 2).parent
     resumed, inputs = find_start(config, processes=1), check_inputs(config, {})
@@ -297,9 +289,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(resumable: ConfigOf, tmp_path
 
 
 @pytest.mark.req("RUN-01", "MET-01")
-def test_a_run_without_a_checkpoint_starts_anew_and_save_steps_may_change(
-    resumable: ConfigOf,
-) -> None:
+def test_run_without_checkpoint_starts_anew_and_save_steps_may_change(resumable: ConfigOf) -> None:
     channel_a = {"schedule": {"b_ratio": 0.0}}
     short = resumable(stage2_ab=channel_a, training={"max_steps": 1})
     folder, _ = run(short)
@@ -316,9 +306,7 @@ def test_a_run_without_a_checkpoint_starts_anew_and_save_steps_may_change(
 
 
 @pytest.mark.req("RUN-01", "CFG-01")
-def test_a_finished_run_changes_no_file(
-    resumable: ConfigOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_is_unchanged(resumable: ConfigOf, capsys: pytest.CaptureFixture[str]) -> None:
     config = resumable()
     with_checkpoint(config, STEPS)
     path = config.training.output_dir.with_suffix(".yaml")

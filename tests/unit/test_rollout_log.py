@@ -142,9 +142,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("MET-03")
-def test_answers_come_back_as_they_were_logged(
-    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_answers_are_read_as_logged(folder: Path, toy_tokenizer: PreTrainedTokenizerFast) -> None:
     """From the files of both ranks, and not from those of a step whose number starts alike."""
     for rank in (1, 0):
         RolloutLog(folder, rank).write(100_000, [assessed(toy_tokenizer, f"a.jsonl:{rank}")])
@@ -173,9 +171,7 @@ def test_an_unfinished_last_line_is_ignored_and_a_broken_line_is_named(folder: P
         RunFolder.open(folder).metrics()
 
 
-def test_an_answer_without_a_required_field_is_refused(
-    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_incomplete_answer_is_refused(folder: Path, toy_tokenizer: PreTrainedTokenizerFast) -> None:
     RolloutLog(folder).write(0, [assessed(toy_tokenizer)])
     (file,) = (folder / "rollouts").iterdir()
     record = json.loads(file.read_text())

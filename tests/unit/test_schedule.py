@@ -79,9 +79,7 @@ def test_an_epoch_takes_every_sample_of_its_whole_steps_once(order: BatchOrder, 
 
 @pytest.mark.req("STEP-02", "RES-14")
 @given(orders(), st.integers(0, 50))
-def test_the_batch_of_a_step_is_the_same_for_any_number_of_ranks(
-    order: BatchOrder, step: int
-) -> None:
+def test_a_step_has_the_same_batch_for_any_number_of_ranks(order: BatchOrder, step: int) -> None:
     alone = BatchOrder(order.samples, order.batch, 1, order.seed, order.shuffle)
     batches = [order.rank_batch(step, rank) for rank in range(order.ranks)]
     assert [index for batch in batches for index in batch] == alone.rank_batch(step, 0)

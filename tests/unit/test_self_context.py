@@ -246,9 +246,7 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
 
 @pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "PACK-04", "RES-08", "RUN-02")
 @pytest.mark.scenario("Multimodal forward does not fail under iterative inputs_embeds")
-def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
-    config_of: ConfigOf,
-) -> None:
+def test_a_run_calls_the_model_as_often_as_it_says_with_its_arguments(config_of: ConfigOf) -> None:
     config = config_of(
         training={"max_steps": 2},
         global_max_length=200,

@@ -91,9 +91,7 @@ def test_the_doctor_names_a_replica_that_is_asleep() -> None:
 
 
 @pytest.mark.req("DEP-03")
-def test_a_server_with_another_transport_is_refused_before_a_model_is_loaded(
-    config_of: ConfigOf,
-) -> None:
+def test_another_transport_is_refused_before_a_model_is_loaded(config_of: ConfigOf) -> None:
     with scripted_server() as server:
         config = served(config_of, server, sync={"transport": "nccl"})
         with pytest.raises(
@@ -104,9 +102,7 @@ def test_a_server_with_another_transport_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.req("SYNC-04", "DEP-03")
-def test_a_taken_group_port_is_refused_with_both_ways_without_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_taken_group_port_is_refused_with_ways_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_checks, "_RELEASE_S", 0.0)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -119,9 +115,7 @@ def test_a_taken_group_port_is_refused_with_both_ways_without_it(
 
 
 @pytest.mark.req("SYNC-04", "DEP-03")
-def test_a_group_port_without_an_answer_is_only_reported_by_its_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_port_without_an_answer_is_only_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_answer(*_: object) -> socket.socket:
         raise TimeoutError("timed out")
 
@@ -157,9 +151,7 @@ def test_an_image_of_each_folder_that_a_server_cannot_read_is_named_before_a_mod
 
 
 @pytest.mark.req("DEP-03")
-def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
-    config_of: ConfigOf, scenes: list[Sample]
-) -> None:
+def test_before_its_push_a_server_reads_no_image(config_of: ConfigOf, scenes: list[Sample]) -> None:
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info_of()
         server.routes[INFER] = lambda _: problem("push-needed", "it broke", "server")

@@ -92,7 +92,5 @@ def test_sigterm_ends_a_program_and_sigint_unless_ignored(
 @pytest.mark.parametrize(
     ("dispositions", "stopping"), [(OBEY, "SIGINT\nSIGTERM"), (IGNORE, "SIGTERM")]
 )
-def test_launch_and_server_obey_the_same_rule(
-    program: str, dispositions: str, stopping: str
-) -> None:
+def test_launch_and_server_obey_one_rule(program: str, dispositions: str, stopping: str) -> None:
     assert run(dispositions, program) == (0, stopping)

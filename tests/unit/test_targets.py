@@ -136,9 +136,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
     "Prefix coord tokens can be supervised without supervising prefix text tokens",
     "Rollout prefix + FN append produces a valid teacher-forced target",
 )
-def test_roles_of_a_matched_a_false_and_an_appended_object(
-    qwen_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_roles_of_each_kind_of_object(qwen_tokenizer: PreTrainedTokenizerFast) -> None:
     ghost = entry(2, "ghost", (1, 2, 3, 4))
     target = target_of(qwen_tokenizer, f"{{{entry(1)}, {ghost}}}", [CAT, DOG], [(0, 0)])
 
@@ -251,9 +249,7 @@ def test_a_target_that_does_not_read_back_is_refused(
 
 
 @pytest.mark.req("FMT-01", "OT-01")
-def test_the_stages_of_a_run_have_its_format_and_its_settings(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_stages_of_a_run_have_its_format_and_settings(tokenizer: PreTrainedTokenizerFast) -> None:
     plan: dict[str, Any] = {"ot_cost": "l1", "ot_epsilon": 70.0, "ot_iters": 3}
     keys = {"custom": {"answer_format": "compact"}, "rollout_matching": {"matching": plan}}
     config = parse_config(merge(ALIGNED, keys))

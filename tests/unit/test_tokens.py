@@ -47,9 +47,7 @@ def test_a_tokenizer_that_lacks_tokens_is_refused(extra: list[str], missing: str
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**6, 2**32])
-def test_an_id_outside_of_the_vocabulary_has_no_text(
-    tokenizer: PreTrainedTokenizerFast, token_id: int
-) -> None:
+def test_unknown_ids_have_no_text(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:
     assert pieces(tokenizer, [token_id]) == [""]
 
 

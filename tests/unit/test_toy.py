@@ -104,9 +104,7 @@ def test_boxes_hold_exactly_the_drawn_pixels_and_come_from_the_left() -> None:
 
 
 @pytest.mark.req("DATA-01", "RES-02")
-def test_with_polygons_a_triangle_is_its_corners_and_all_else_stays(
-    toy: ToyData, poly_toy: ToyData
-) -> None:
+def test_triangles_become_polygons_and_all_else_stays(toy: ToyData, poly_toy: ToyData) -> None:
     images = [contents(t.train_jsonl.parent / "images") for t in (toy, poly_toy)]
     assert images[0] == images[1]
     boxes, shapes = (
@@ -193,9 +191,7 @@ def text_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tie", [None, False])
-def test_what_the_model_says_about_old_tokens_does_not_change(
-    tied: Path, tmp_path: Path, tie: bool | None
-) -> None:
+def test_logits_of_old_tokens_do_not_change(tied: Path, tmp_path: Path, tie: bool | None) -> None:
     expand_vocab(tied, tmp_path / "out", seed=0, tie=tie)
     before, tokenizer = load(tied)
     after, _ = load(tmp_path / "out")
@@ -205,9 +201,7 @@ def test_what_the_model_says_about_old_tokens_does_not_change(
     torch.testing.assert_close(text_logits(after, length), text_logits(before, length))
 
 
-def test_new_rows_are_the_mean_of_the_old_ones_and_small_noise(
-    untied: Path, tmp_path: Path
-) -> None:
+def test_new_rows_are_the_mean_of_old_ones_and_small_noise(untied: Path, tmp_path: Path) -> None:
     expand_vocab(untied, tmp_path / "out", seed=0, tie=None)
     model, tokenizer = load(tmp_path / "out")
     first = CoordVocab.from_tokenizer(tokenizer).ids[0]

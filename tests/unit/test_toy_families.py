@@ -78,9 +78,7 @@ def test_packed_equals_separate_and_plain_transformers(
 
 @pytest.mark.req("FULL-01")
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_gradients_equal_those_of_images_one_by_one(
-    load: Load, samples: list[Sample], again: bool
-) -> None:
+def test_gradients_are_those_of_lone_images(load: Load, samples: list[Sample], again: bool) -> None:
     learner = ToyLearner(load(model={"gradient_checkpointing": again}))
     pack, model = learner.pack(samples), learner.model
     found = learner.gradients(learner.loss(pack))
@@ -94,9 +92,7 @@ def test_gradients_equal_those_of_images_one_by_one(
 
 
 @pytest.mark.req("PACK-04")
-def test_windows_that_are_wrong_are_noticed(
-    load: Load, checkpoint: Path, samples: list[Sample]
-) -> None:
+def test_wrong_windows_are_noticed(load: Load, checkpoint: Path, samples: list[Sample]) -> None:
     if checkpoint.name != "qwen2_5_vl":
         pytest.skip("it has no windows")
     loaded = load()
@@ -143,9 +139,7 @@ def test_a_pack_is_as_much_as_its_operations(
 @pytest.mark.req("RUN-01")
 @pytest.mark.slow
 @pytest.mark.nightly  # the layout of each family's checkpoint is tested below
-def test_a_run_goes_on_from_its_checkpoint(
-    checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
+def test_a_run_resumes_bit_for_bit(checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> None:
     """With the same bits, though names or layout of the file are not those of the model."""
     training = {"save_steps": 2, "max_steps": 3, "resume": "auto"}
     config = small_config(checkpoint, toy_data, tmp_path / "run", training=training)

@@ -74,9 +74,7 @@ def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(trained_run: T
 
 @pytest.mark.req("SEED-01", "SEED-02", "DIST-05", "MET-01", "ARCH-03")
 @pytest.mark.scenario("Same step produces identical derived rollout seed base")
-def test_calls_are_logged_with_their_seeds_and_no_servers_are_counted(
-    trained_run: TrainedRun,
-) -> None:
+def test_calls_are_logged_with_seeds_and_no_servers_are_counted(trained_run: TrainedRun) -> None:
     log = (trained_run.folder / "rollout_calls.jsonl").read_text().splitlines()
     (record,) = (record for record in map(json.loads, log) if "step" in record)
     call = {"server": "the learner", "first": 0, "count": 4, "attempt": 1, "outcome": "answered"}
@@ -108,9 +106,7 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     assert ours.image_processor.to_dict() == theirs.image_processor.to_dict()
 
 
-def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(
-    config_of: ConfigOf,
-) -> None:
+def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(config_of: ConfigOf) -> None:
     rates = {"learning_rate": 3e-4, "vit_lr": 0.0, "aligner_lr": 1e-4, "weight_decay": 0.1}
     betas = {"adam_beta1": 0.8, "adam_beta2": 0.7}
     config = config_of(training=rates | betas)

@@ -58,9 +58,7 @@ def assert_declared_as_sent(source: MergedWeights) -> None:
 
 @pytest.mark.req("SYNC-02")
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_adapters_are_merged_as_by_peft_and_the_model_is_left_alone(
-    toy: PreTrainedModel, use_dora: bool
-) -> None:
+def test_adapters_are_merged_as_by_peft(toy: PreTrainedModel, use_dora: bool) -> None:
     plain = {name: p.clone() for name, p in toy.named_parameters()}
     model = adapted(toy, use_dora=use_dora, target_modules=["q_proj", "v_proj", "qkv"])
     generator = torch.Generator().manual_seed(1)
@@ -119,9 +117,7 @@ def sharded() -> Iterator[nn.Module]:
 
 
 @pytest.mark.req("FULL-03", "SYNC-02")
-def test_a_shard_is_cast_before_it_is_gathered_and_one_parameter_is_whole_at_a_time(
-    sharded: nn.Module,
-) -> None:
+def test_a_shard_is_cast_before_its_gather_and_one_parameter_is_whole(sharded: nn.Module) -> None:
     gathered = GatheredWeights(sharded, sends=True)
     parameters = gathered.metadata("bfloat16")
     bucket = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
@@ -210,9 +206,7 @@ def test_without_fallback_a_failure_is_raised_with_a_remedy() -> None:
 
 
 @pytest.mark.req("SYNC-01")
-def test_adapters_that_fail_together_switch_to_full_weights_together_and_warn_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_adapters_switch_together_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     servers = 16
     mode, together = SyncMode(FULL, ADAPTER, fallback_to_full=True), Barrier(servers)
     assert (mode.adapter, mode.state()) == (ADAPTER, ("adapter", None))
