@@ -52,18 +52,6 @@ def loaded(load: Load) -> LoadedModel:
     return load()
 
 
-def of_lengths(lengths: list[int], heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
-    """Queries, keys and values of segments in one row."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    shape = (1, heads, sum(lengths), 8), (1, kv_heads, sum(lengths), 8)
-    return [torch.randn(s, generator=generator) for s in (shape[0], shape[1], shape[1])]
-
-
-def bounds_of(lengths: list[int]) -> dict[str, Any]:
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return packed_bounds(starts, max(lengths))
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     """By a mask over the whole row."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -78,8 +66,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     "lengths", [[5], [7, 7, 7], [9, 10, 8], [3, 30, 1, 12]], ids=["one", "equal", "padded", "loop"]
 )
 def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> None:
-    q, k, v = (tensor.requires_grad_() for tensor in of_lengths(lengths))
-    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of(lengths))
+    draw = torch.Generator().manual_seed(len(lengths))
+    shapes = [(1, heads, sum(lengths), 8) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds = packed_bounds(starts, max(lengths))
+    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds)
     wanted = dense(q, k, v, lengths)
     assert torch.allclose(found, wanted, atol=1e-6)
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,8 @@ from learner.rollout.policy import Policy, RequestSettings
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
-from tests.unit.fleets import Fleet, fleet, requests
+from tests.unit.fleets import fleet, requests
 from tests.unit.scripted_server import INFER, envelope, report
-
-
-def called_with(run: Fleet) -> list[list[list[int]]]:
-    """Numbers of the requests of each call, by server, sorted."""
-    return [
-        sorted(
-            [int(r["uuid"]) for r in body["infer_requests"]] for body in one.server.bodies(INFER)
-        )
-        for one in run.rollouts
-    ]
 
 
 @pytest.mark.req("DIST-01", "DIST-02", "DIST-03", "CFG-05", "ROLL-01")
@@ -43,15 +32,12 @@ def called_with(run: Fleet) -> list[list[list[int]]]:
 def test_servers_get_contiguous_chunks_in_calls_of_a_part_of_their_places(
     world_sizes: list[int], decode_batch_size: int, count: int, calls: list[list[list[int]]]
 ) -> None:
+    """calls: numbers of the requests of each call, by server."""
     with fleet(len(world_sizes), decode_batch_size, world_sizes) as run:
         run.ask(count)
-        assert called_with(run) == calls
-
-
-def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
-    """The answer with the epoch of the server, and with changes."""
-    stamp = {"server_epoch": run.rollouts[0].epoch, **stamp}
-    return answer.model_copy(update={"coordexp": answer.coordexp.model_copy(update=stamp)})
+    for one, of_server in zip(run.rollouts, calls, strict=True):
+        sent = [body["infer_requests"] for body in one.server.bodies(INFER)]
+        assert sorted([int(each["uuid"]) for each in call] for call in sent) == of_server
 
 
 @pytest.mark.req("DIST-04", "DIST-05")
@@ -73,8 +59,10 @@ def test_world_size_is_asked_once_and_every_call_has_its_own_id() -> None:
 def test_output_has_the_fields_of_its_own_choice(ended: list[int], own_choice: bool) -> None:
     with fleet(1) as run:
         made = envelope([5, 6], [1, 2, 3], seed=9, text="{}", n=3)
-        stamp = {"repeat_terminated_choices": ended, "repeat_terminate_triggered": int(bool(ended))}
-        run.rollouts[0].server.routes[INFER] = lambda _: [stamped(run, made, **stamp)]
+        made.coordexp.server_epoch = run.rollouts[0].epoch
+        made.coordexp.repeat_terminated_choices = ended
+        made.coordexp.repeat_terminate_triggered = 1 if ended else 0
+        run.rollouts[0].server.routes[INFER] = lambda _: [made]
         (output,) = run.backend.rollout(requests(range(1)), RequestConfig(seed=9, n=3))
     assert output == RolloutOutput(
         prompt_token_ids=[1, 2, 3],
