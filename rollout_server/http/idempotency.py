@@ -58,14 +58,11 @@ class IdempotentCalls:
         if call is None:
             call = self._running[key] = _Call(asyncio.create_task(generate()))
             call.answer.add_done_callback(partial(self._keep_answer, key, call))
-        return await self._wait(key, call), repeats
-
-    async def _wait(self, key: Hashable, call: _Call) -> bytes:
         call.waiting += 1
         if call.abort is not None:
             call.abort.cancel()
         try:
-            return await asyncio.shield(call.answer)
+            return await asyncio.shield(call.answer), repeats
         finally:
             call.waiting -= 1
             if call.waiting == 0 and not call.answer.done():

@@ -11,18 +11,6 @@ from shared_contracts.errors import ContractError
 from shared_contracts.machine import signal_at_death_of
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies.
-
-    Does nothing outside a child of `multiprocessing`.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    assert parent.pid is not None
-    signal_at_death_of(parent.pid, signal.SIGKILL)
-
-
 def stop_with(parent_pid: int) -> None:
     """Make the kernel send this process SIGTERM when its parent, `parent_pid`, dies.
 

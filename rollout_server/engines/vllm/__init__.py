@@ -40,7 +40,12 @@ def environment(settings: ServerSettings) -> dict[str, str]:
         variables["VLLM_LOGGING_CONFIG_PATH"] = str(JSON_LOGGING_FILE)
     if settings.distributed_executor_backend != "ray":  # workers listen on the loopback only
         variables |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_LOOPBACK_IP"), "127.0.0.1")
-    return variables | (_cpu(settings) if settings.device == "cpu" else _gpu(settings))
+    if settings.device == "cpu":
+        variables |= _cpu(settings)
+    elif settings.distributed_executor_backend != "ray":
+        # vLLM's ids are indices into this list; `check_gpus` has compared them with the machine's.
+        variables[CUDA_VISIBLE] = ",".join(map(str, range(max(settings.gpus) + 1)))
+    return variables
 
 
 def _cpu(settings: ServerSettings) -> dict[str, str]:
@@ -59,13 +64,6 @@ def _cpu(settings: ServerSettings) -> dict[str, str]:
         # the engine's memory grow for thousands of calls.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
-
-
-def _gpu(settings: ServerSettings) -> dict[str, str]:
-    if settings.distributed_executor_backend == "ray":
-        return {}
-    # vLLM's ids are indices into this list; `check_gpus` has compared them with the machine's.
-    return {CUDA_VISIBLE: ",".join(map(str, range(max(settings.gpus) + 1)))}
 
 
 def build(settings: ServerSettings, index: int) -> Engine:

@@ -11,7 +11,9 @@ learner's send at once.
 """
 
 import mmap
+import multiprocessing
 import os
+import signal
 import threading
 import time
 import warnings
@@ -32,7 +34,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rollout_server.runtime.processes import die_with_parent
+from shared_contracts.machine import signal_at_death_of
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -86,8 +88,19 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
         self.shutdown()
         init = InitCommunicator.model_validate(init_info.group)
         self._bucket_bytes = init.bucket_bytes
-        number = init_info.first_worker + self.parallel_config.rank
-        self._group = join_group(init, number, self.device)
+        timeout = timedelta(seconds=init.timeout_s)
+        store = TCPStore(
+            init.host, init.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        worker = init_info.first_worker + self.parallel_config.rank
+        share = init.world_size // init.senders - 1  # workers of each sender
+        buckets_on = torch.device("cpu")
+        if init.transport == "nccl":
+            torch.accelerator.set_device_index(self.device)
+            buckets_on = self.device
+        group = join_ranks(torch, store, init, 1 + worker % share, worker // share, buckets_on)
+        kind = SharedMemoryReceiver if init.transport == "ipc" else Receiver
+        self._group = kind(group, init.timeout_s, buckets_on)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -172,23 +185,6 @@ def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tu
 
 # `ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack their methods.
 ProcessGroup: TypeAlias = Any
-
-
-def join_group(info: InitCommunicator, worker: int, device: torch.device) -> "Receiver":
-    """Return the group of a worker, after all its ranks have joined.
-
-    worker: its index among the workers of all engines.
-    """
-    timeout = timedelta(seconds=info.timeout_s)
-    store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    share = info.world_size // info.senders - 1
-    buckets_on = torch.device("cpu")
-    if info.transport == "nccl":
-        torch.accelerator.set_device_index(device)
-        buckets_on = device
-    group = join_ranks(torch, store, info, 1 + worker % share, worker // share, buckets_on)
-    kind = SharedMemoryReceiver if info.transport == "ipc" else Receiver
-    return kind(group, info.timeout_s, buckets_on)
 
 
 @dataclass
@@ -287,29 +283,28 @@ def mapped(shared: SharedMemory) -> Tensor:
 
 
 def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = [str(device.uuid) for device in devices]
+    if memory.gpu not in gpus:
+        found = f"the learner's GPU {memory.gpu} is not visible to this worker"
+        raise RuntimeError(f"{found}; use nccl or gloo")
     tensor: Tensor = rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([size]),
         tensor_stride=(1,),
         storage_cls=torch.storage.TypedStorage,
         dtype=torch.uint8,
-        storage_device=_device_of(memory.gpu),
+        storage_device=gpus.index(memory.gpu),
         requires_grad=False,
         **memory.model_dump(exclude={"gpu"}),
     )
     return tensor
 
 
-def _device_of(gpu: str) -> int:
-    """Return this process's index of the GPU with a UUID."""
-    for device in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(device).uuid) == gpu:
-            return device
-    raise RuntimeError(f"the learner's GPU {gpu} is not visible to this worker; use nccl or gloo")
-
-
 @cache
 def register() -> None:
     """Entry point of vLLM's plug-in, called in every engine process; it ends with its parent."""
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        signal_at_death_of(parent.pid, signal.SIGKILL)
     WeightTransferEngineFactory.register_engine(BACKEND, PushEngine)
