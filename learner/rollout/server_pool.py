@@ -409,7 +409,6 @@ class Dispatch:
         self._envelopes: dict[int, RolloutEnvelope] = {}
         self._queues = {server: list[RequestPart]() for server in pool.servers}
         self._caps: dict[Server, int] = {}
-        self._unassigned = len(requests)
         self._calls: dict[Future[list[RolloutEnvelope]], tuple[Server, RequestPart]] = {}
         self._answered_s = pool.clock()  # the time of the last answer
 
@@ -426,7 +425,6 @@ class Dispatch:
             for chunk in chunks:
                 while later and later[0].start <= chunk.start + CHUNKS_AHEAD * size:
                     self._reconnect()
-                    self._unassigned -= len(later[0])
                     self._split(RequestPart(later.popleft()), owner=None)
                 self._send()
                 while not self._envelopes.keys() >= set(chunk):
@@ -470,7 +468,7 @@ class Dispatch:
     def _next_count(self, server: Server) -> int:
         """Return the most requests of the next call to a server; 0 without a free place."""
         most = max(1, self._caps.get(server, 0))
-        waiting = self._unassigned + sum(len(part.requests) for part in self._queues[server])
+        waiting = sum(len(part.requests) for part in self._queues[server])
         running = [len(part.requests) for each, part in self._calls.values() if each is server]
         free = most - sum(running)
         return next_call(waiting, free, most, self._pool.peers.count, len(running))

@@ -39,7 +39,7 @@ from shared_contracts.server_info import (
     ReplicaStatus,
     WorldSize,
 )
-from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
+from shared_contracts.weights import CommunicatorReady, DtypeName, SyncReport, WeightStatus
 
 INFER = "POST /infer/"
 
@@ -262,6 +262,7 @@ class ScriptedRollouts:
     dead: every connection is closed. asleep: until a push or `/wake_up/`.
     starting_looks: the next calls of `/health/` that find it starting.
     guarded: its guard is active. stale: a replica lacks the newest weights. broken: a push broke.
+    dtype: of its weights.
     peak: most requests in flight at once. answered: numbers of the requests, by call.
     """
 
@@ -273,6 +274,7 @@ class ScriptedRollouts:
         self.starting_looks = 0
         self.guarded = True
         self.process, self.losses = 1, 0
+        self.dtype: DtypeName = "float32"
         self.version: int | None = 0
         self.broken = self.stale = self.asleep = False
         self.peak = 0
@@ -466,7 +468,7 @@ class ScriptedPusher(WeightPusher):
                 world_size=1 + self._rollouts.world_size,
                 transport="gloo",
                 server_epoch=self._rollouts.epoch,
-                dtype="float32",
+                dtype=self._rollouts.dtype,
             )
         return self._ready
 

@@ -463,6 +463,22 @@ def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int
             assert run.pushed() == [[1, 1]]
 
 
+@pytest.mark.req("DIST-03", "DIST-05")
+def test_a_process_with_no_place_at_the_servers_that_are_left_gets_one() -> None:
+    """Each of two processes has one place, at a server of its own; that of process 1 dies."""
+
+    def work(rank: Rank) -> None:
+        begin(rank)
+        rank.meet()
+        rank.ask_and_meet(2)
+
+    with ranks(2, decode_batch_size=1) as run:
+        run.rollouts[1].faults.append(S.die)
+        run.results(work)
+        assert run.rollouts[1].answered == []
+        assert run.answered() == [0, 1, 1000, 1001]
+
+
 def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
     """Notes or errors of both processes: process 1 meets a fault, and process 0 waits for it."""
 

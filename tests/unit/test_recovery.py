@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.rollout.backend import PushNeeded
+from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.server import ATTEMPTS, FIRST_REST_S
 from learner.rollout.server_pool import LONGEST_WAIT_S, MOST_ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
-from tests.unit.fleets import Fleet, S, fleet, fleet_of, scripted_rollouts
+from shared_contracts.weights import DtypeName
+from tests.unit.fleets import Fleet, S, fleet, fleet_of, scripted_rollouts, wait_until
 from tests.unit.scripted_server import (
     INFER,
     Fault,
@@ -114,6 +115,46 @@ def test_chunk_of_a_dead_server_is_split_among_the_others() -> None:
     assert run.pushed() == [[1], [1], [1]]
 
 
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The parts that servers have taken over so far."""
+    parts: list[range] = []
+    monkeypatch.setattr(Journal, "split", lambda _, server, part: parts.append(part))
+    return parts
+
+
+@pytest.mark.req("DIST-05", "FULL-06")
+def test_requests_of_a_lost_server_come_before_later_ones(splits: list[range]) -> None:
+    def answer_late(one: ScriptedRollouts, call: InferCall) -> Reply:
+        wait_until(lambda: len(splits) == 2)
+        return one.ok(call)
+
+    with fleet(2, decode_batch_size=1) as run:
+        run.rollouts[0].faults.append(S.die)
+        run.rollouts[1].faults.append(answer_late)
+        run.ask(6)
+    assert splits == [range(1), range(1, 3)]
+    assert run.rollouts[1].answered == [[3], [0], [1], [2], [4], [5]]
+
+
+@pytest.mark.req("DIST-05", "WIRE-03")
+def test_call_that_is_repeated_in_parts_has_new_ids_and_counts_on(splits: list[range]) -> None:
+    """The first server has two places. When it comes back, three requests wait for them."""
+
+    def fail_late(one: ScriptedRollouts, call: InferCall) -> Reply:
+        wait_until(lambda: splits)
+        return one.hang_up(call)
+
+    with fleet(2, decode_batch_size=1, world_sizes=[2, 1]) as run:
+        run.rollouts[0].faults.extend([fail_late] * ATTEMPTS)
+        run.rollouts[1].faults.append(S.die)
+        run.ask(3)
+        _, metrics = run.notes()
+    assert splits == [range(2, 3)]
+    assert sorted(run.rollouts[0].answered) == [[0], [1], [2]]
+    assert metrics["rollout/retries"] == 2 * (ATTEMPTS - 1) + 3
+
+
 @pytest.mark.req("SYNC-07", "DIST-05")
 def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
     with fleet(2) as run:
@@ -169,13 +210,14 @@ def test_only_servers_without_the_weights_are_pushed_to_again(
 
 
 @pytest.mark.req("DIST-05")
-def test_server_that_comes_back_gets_the_same_call_again() -> None:
+def test_server_that_comes_back_gets_the_same_call_again(splits: list[range]) -> None:
     """So that it recognizes the call, which it may be generating."""
     with fleet(1) as run:
         run.rollouts[0].faults.extend([S.hang_up] * ATTEMPTS)
         run.ask(2)
         first, *others = bodies(run.rollouts[0].server)
     assert others == [first] * ATTEMPTS
+    assert splits == []
 
 
 @pytest.mark.req("ROLL-03", "SYNC-07")
@@ -253,7 +295,7 @@ def test_server_that_reports_that_it_starts_is_waited_for_longer_than_a_silent_o
         one = starting(run, seconds=50.0)
         one.starting_looks = 5
         if at == "rollout":
-            one.faults.append(S.lose_the_only_replica)
+            one.faults.extend([S.lose_the_only_replica, *[S.hang_up] * ATTEMPTS])
             run.ask(2)
             assert run.pushed() == [[1, 1]]
         else:
@@ -334,11 +376,11 @@ def test_returns_without_an_answer_between_them_end_the_run(answers_between: int
         run.rollouts[0].faults.extend(faults)
         if answers_between:
             run.ask(25)
-            assert run.clock.now > _LIMIT_S
         else:
             with pytest.raises(RunError, match=r"some come back: \d\d attempts .*read timeout"):
                 run.ask(25)
             assert len(bodies(run.rollouts[0].server)) >= MOST_ATTEMPTS
+        assert run.clock.now > _LIMIT_S
 
 
 @pytest.mark.req("SYNC-08")
@@ -431,6 +473,33 @@ def test_push_that_a_server_refuses_ends_the_run_at_once() -> None:
         run.pushers[0].failures.append(refused)
         with pytest.raises(RunError, match="refused"):
             run.backend.push_weights(2)
+
+
+@pytest.mark.req("SYNC-01", "SYNC-02")
+@pytest.mark.parametrize(
+    ("dtypes", "gathered"),
+    [(("bfloat16", "bfloat16"), "bfloat16"), (("bfloat16", "float16"), "float32")],
+)
+def test_shards_are_gathered_in_the_type_of_all_servers_or_in_float32(
+    dtypes: tuple[DtypeName, DtypeName], gathered: DtypeName
+) -> None:
+    found: list[DtypeName] = []
+    with scripted_rollouts([1, 1]) as rollouts:
+        for one, dtype in zip(rollouts, dtypes, strict=True):
+            one.dtype = dtype
+        with fleet_of(rollouts, 4, gather=found.append):
+            assert found == [gathered]
+
+
+@pytest.mark.req("SYNC-07")
+def test_checks_of_servers_beside_training_take_a_sixth_of_the_time() -> None:
+    with fleet(1) as run:
+        looks = starting(run, seconds=1.0).server
+        before, began = len(looks.bodies("GET /health/")), run.clock.now
+        while run.clock.now < began + 21.0:
+            run.backend.repush_restarted()
+            run.clock.now += 0.25
+        assert len(looks.bodies("GET /health/")) - before == 3
 
 
 # --- Faults of any kind ------------------------------------------------------------------
