@@ -14,7 +14,7 @@ Prints PHASE when it is there, and goes on with the push after a line or the end
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,66 +40,62 @@ from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
 
 
-class Stop:
-    """Stops in one phase."""
+class ClientWithPhases(RolloutClient):
+    """The learner's client. at: called with the name of each phase before it, and `finished`."""
 
-    def __init__(self, phase: str) -> None:
-        self._phase = phase
-
-    def at(self, phase: str) -> None:
-        if phase == self._phase:
-            print(phase, flush=True)
-            sys.stdin.readline()
-
-    def join(self, body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
-        self.at("rendezvous")
-        return join_group(body, given_up, number)
-
-
-class StoppingClient(RolloutClient):
-    def __init__(self, url: str, timeout_s: float, stop: Stop) -> None:
-        super().__init__(url, timeout_s)
-        self._stop = stop
+    def __init__(
+        self, url: str, timeout_s: float, at: Callable[[str], None], **options: Any
+    ) -> None:
+        super().__init__(url, timeout_s, **options)
+        self._at = at
 
     def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        self._stop.at("start")
+        self._at("start")
         return super().start_weight_update(body)
 
     def finish_weight_update(self, body: GroupCall) -> SyncReport:
-        self._stop.at("finish")
-        return super().finish_weight_update(body)
+        self._at("finish")
+        report = super().finish_weight_update(body)
+        self._at("finished")
+        return report
 
 
-class StoppingWeights(MergedWeights):
-    def __init__(self, weights: Weights, stop: Stop) -> None:
+class WeightsWithPhase(MergedWeights):
+    """Those of a checkpoint. at: called with `transfer` when half of them are sent."""
+
+    def __init__(self, weights: Weights, at: Callable[[str], None] = lambda phase: None) -> None:
         self._weights = weights
-        self._stop = stop
+        self._at = at
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return manifest(dict(self.tensors(dtype, stops=False)))
+        return manifest({n: w.to(getattr(torch, dtype)) for n, w in self._weights.items()})
 
-    def tensors(self, dtype: DtypeName, *, stops: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         for number, (name, weight) in enumerate(self._weights.items()):
-            if stops and number == len(self._weights) // 2:
-                self._stop.at("transfer")
+            if number == len(self._weights) // 2:
+                self._at("transfer")
             yield name, weight.to(getattr(torch, dtype))
 
 
 def push(
-    url: str,
-    port: str,
-    checkpoint: str,
-    phase: str,
-    timeout_s: str,
-    transport: Transport = "gloo",
+    url: str, port: str, checkpoint: str, phase: str, timeout_s: str, transport: Transport = "gloo"
 ) -> None:
-    stop, weights = Stop(phase), read_weights(Path(checkpoint))
+    def at(reached: str) -> None:
+        if reached == phase:
+            print(phase, flush=True)
+            sys.stdin.readline()
+
+    def join(body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
+        at("rendezvous")
+        return join_group(body, given_up, number)
+
+    weights = read_weights(Path(checkpoint))
     if transport == "nccl":
         weights = {name: weight.cuda() for name, weight in weights.items()}
-    mode = SyncMode(StoppingWeights(weights, stop), None, fallback_to_full=False)
-    client = StoppingClient(url, float(timeout_s), stop)
+    mode = SyncMode(WeightsWithPhase(weights, at), None, fallback_to_full=False)
+    client = ClientWithPhases(url, float(timeout_s), at)
     version = client.info().weights_version + 1
-    pusher = WeightPusher(client, int(port), mode, transport, BUCKET_BYTES, join=stop.join)
+    pusher = WeightPusher(client, int(port), mode, transport, BUCKET_BYTES, join=join)
     pusher.push(version)
     pusher.close()
 

@@ -40,7 +40,6 @@ def start(checkpoint: str, async_scheduling: bool) -> LLM:
 
 
 def run(llm: LLM) -> dict[str, Any]:
-    """24 prompts of 100 tokens, two sequences each."""
     prompts: list[Any] = [
         {"prompt_token_ids": [(7 * prompt + i) % 250 for i in range(100)]} for prompt in range(24)
     ]

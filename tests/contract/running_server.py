@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -13,8 +13,16 @@ from typing import Any
 
 import httpx
 from PIL import Image, ImageDraw
+from prometheus_client.parser import text_string_to_metric_families
 
-from learner.rollout.server_process import ServerProcess
+from learner.rollout.client import RolloutClient
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import SyncMode
+from shared_contracts.weights import SyncReport, Transport
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import push, weight_group
+from tests.unit.fleets import wait_until
 
 PROMPT = "Detect every object."
 START_TIMEOUT_S = 840.0
@@ -56,23 +64,32 @@ class RunningServer:
 
     def running_sequences(self) -> list[float]:
         """Sequences that each replica decodes now, by its metrics."""
-        return [
-            float(line.split()[-1])
-            for line in self.http.get("/metrics/").text.splitlines()
-            if line.startswith("rollout_running_sequences{")
-        ]
+        found = self.metrics()
+        return [found[name] for name in found if name.startswith("rollout_running_sequences{")]
+
+    def metrics(self) -> dict[str, float]:
+        return samples(self.http.get("/metrics/").text)
 
     def wait_for_sequences(self, holds: Callable[[float], bool]) -> None:
-        """Wait until `holds` is true for the number of sequences of each replica."""
-        deadline = time.monotonic() + 60
-        while not all(map(holds, self.running_sequences())):
-            assert time.monotonic() < deadline, self.running_sequences()
-            time.sleep(0.02)
+        wait_until(lambda: all(map(holds, self.running_sequences())))
+
+    def info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self.http.get("/info/").json()
+        return info
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return int(self.info()["weights_version"])
 
     def replicas(self) -> list[dict[str, Any]]:
-        """The replicas in `/info/`."""
-        replicas: list[dict[str, Any]] = self.http.get("/info/").json()["replicas"]
+        replicas: list[dict[str, Any]] = self.info()["replicas"]
         return replicas
+
+    def push(self, checkpoint: Path, world_size: int = 2) -> None:
+        """Push the weights of a checkpoint as the next version, over a group of their own."""
+        with weight_group(self.http, world_size) as sender:
+            push(self.http, sender, read_weights(checkpoint), self.version + 1)
 
     def wait_for_replicas(self, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Wait as long as a start may take."""
@@ -80,6 +97,19 @@ class RunningServer:
         while not holds(self.replicas()):
             assert time.monotonic() < deadline, self.replicas()
             time.sleep(0.1)
+
+    def pusher(
+        self, mode: SyncMode, transport: Transport = "gloo", port: int | None = None
+    ) -> closing[WeightPusher]:
+        """That of a learner, whose group is formed at its first push. port: of the group."""
+        client = RolloutClient(self.process.base_url, START_TIMEOUT_S)
+        return closing(WeightPusher(client, port or free_ports(1)[0], mode, transport, 2**18))
+
+    def push_by_learner(
+        self, mode: SyncMode, transport: Transport = "gloo", port: int | None = None
+    ) -> SyncReport:
+        with self.pusher(mode, transport, port) as pusher:
+            return pusher.push(self.version + 1)
 
     def rebuild(self) -> None:
         """Kill every engine; return when all are built again, with the checkpoint's weights."""
@@ -107,7 +137,6 @@ CPU = ("--device", "cpu", "--kv-cache-gib", "0.125")
 def server_options(
     checkpoint: Path, media: Path, *options: str, device: Sequence[str] = CPU
 ) -> list[str]:
-    """Options of `rollout-server serve`."""
     model = ("--model", str(checkpoint), "--max-model-len", "512")
     return [*model, *device, "--allowed-media-dir", str(media), *options]
 
@@ -142,6 +171,25 @@ def running_server(
 def stop_server(server: RunningServer) -> None:
     server.http.close()
     server.process.stop()
+
+
+def samples(exposition: str) -> dict[str, float]:
+    """Values by names such as `rollout_calls_total{outcome=gone}`."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            values[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return values
+
+
+def by_servers(*base_urls: str, timeout_s: float = 240.0) -> dict[str, Any]:
+    """The section `rollout_matching.vllm` of a run that uses these servers."""
+    ports = free_ports(len(base_urls))
+    servers = [
+        {"base_url": url, "group_port": port} for url, port in zip(base_urls, ports, strict=True)
+    ]
+    return {"server": {"servers": servers, "timeout_s": timeout_s}}
 
 
 def text_request(text: str = PROMPT) -> dict[str, Any]:

@@ -133,8 +133,6 @@ class ScriptedEngine:
             await asyncio.Event().wait()
 
     async def _do(self, name: str) -> None:
-        """Record a call, and do what the script has for it."""
-
         async def happen() -> None:
             if name in self.script:
                 await self.script[name]()

@@ -5,7 +5,6 @@ import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +15,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText
 
-from learner.rollout.client import RolloutClient
-from learner.rollout.server_process import free_ports
-from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import AdapterWeights, SyncMode
 from shared_contracts.errors import ContractError
-from shared_contracts.weights import SyncReport
 from tests.contract import reference
 from tests.contract.running_server import (
     PROMPT,
@@ -66,21 +61,9 @@ class Adapting:
     """
 
     server: RunningServer
-    client: RolloutClient
     folder: Path
     scenes: list[Path]
     merged: dict[PeftModel, Path] = field(default_factory=dict)
-
-    def pusher(self, mode: SyncMode) -> closing[WeightPusher]:
-        return closing(WeightPusher(self.client, free_ports(1)[0], mode, "gloo", 2**16))
-
-    def push(self, mode: SyncMode) -> SyncReport:
-        with self.pusher(mode) as pusher:
-            return pusher.push(self.version + 1)
-
-    @property
-    def version(self) -> int:
-        return self.client.info().weights_version
 
     def answers(self) -> list[list[int]]:
         """To a prompt, the same with an image, and with two; all in one call."""
@@ -113,9 +96,8 @@ def lora_server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("adapters")
     options = ("--enable-lora", "--max-lora-rank", str(ROOM), "--max-num-seqs", "4")
     with running_server(tied, folder / "server", *options) as server:
-        client = RolloutClient(server.process.base_url, timeout_s=60)
         scenes = [draw_scene(server.media / f"{number}.png", number) for number in (1, 6)]
-        yield Adapting(server, client, folder, scenes)
+        yield Adapting(server, folder, scenes)
 
 
 @pytest.mark.req("SYNC-01", "SYNC-05")
@@ -123,12 +105,12 @@ def test_an_adapter_answers_as_its_merged_weights_and_a_second_one_replaces_it(
     lora_server: Adapting,
 ) -> None:
     """The same prompts again and again, so that nothing cached may answer for other weights."""
-    assert lora_server.client.info().enable_lora
+    assert lora_server.server.info()["enable_lora"]
     answers = [lora_server.answers()]
     assert answers[0] == lora_server.expected(None)
     for seed, alpha in ((1, ALPHA), (2, 7)):
         model = adapted(lora_server.server.checkpoint, seed, lora_alpha=alpha)
-        report = lora_server.push(adapter_of(model))
+        report = lora_server.server.push_by_learner(adapter_of(model))
         assert report.bytes == len(AdapterWeights(model).safetensors("float32"))
         answers.append(lora_server.answers())
         assert answers[-1] == lora_server.expected(model)
@@ -145,15 +127,15 @@ def test_an_adapter_answers_as_its_merged_weights_and_a_second_one_replaces_it(
 def test_sequences_in_flight_keep_their_adapter(lora_server: Adapting) -> None:
     """Four are decoded at once, so that most wait inside the engine during the pushes."""
     models = [adapted(lora_server.server.checkpoint, seed) for seed in (4, 5, 6)]
-    lora_server.push(adapter_of(models[0]))
-    version = lora_server.version
+    lora_server.server.push_by_learner(adapter_of(models[0]))
+    version = lora_server.server.version
     with ThreadPoolExecutor() as threads:
         running = threads.submit(
             lora_server.server.infer, [text_request()] * 48, max_tokens=MAX_TOKENS
         )
         lora_server.server.wait_for_sequences(lambda number: number == 4)
         for model in models[1:]:
-            lora_server.push(adapter_of(model))
+            lora_server.server.push_by_learner(adapter_of(model))
         assert not running.done()
         envelopes = running.result()
     for envelope in envelopes:
@@ -168,18 +150,20 @@ def test_adapter_sync_can_fall_back_to_full_sync(
 ) -> None:
     """A DoRA adapter, which vLLM cannot serve: refused without the fallback. The last test."""
     model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
-    before = lora_server.version, lora_server.answers()
+    before = lora_server.server.version, lora_server.answers()
     with pytest.raises(ContractError, match="DoRA"):
-        lora_server.push(adapter_of(model))
-    assert (lora_server.version, lora_server.answers()) == before
+        lora_server.server.push_by_learner(adapter_of(model))
+    assert (lora_server.server.version, lora_server.answers()) == before
 
     mode = SyncMode.of(model, "adapter", fallback_to_full=True)
-    with lora_server.pusher(mode) as pusher, caplog.at_level(logging.WARNING):
+    with lora_server.server.pusher(mode) as pusher, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            pusher.push(lora_server.version + 1)
+            pusher.push(lora_server.server.version + 1)
             assert lora_server.answers() == lora_server.expected(model)
     assert mode.adapter is None
     (warned,) = [record.getMessage() for record in caplog.records if "DoRA" in record.getMessage()]
     assert "full" in warned
     with pytest.raises(ContractError, match="full weights were pushed"):
-        lora_server.push(adapter_of(adapted(lora_server.server.checkpoint, seed=8)))
+        lora_server.server.push_by_learner(
+            adapter_of(adapted(lora_server.server.checkpoint, seed=8))
+        )

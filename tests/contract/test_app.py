@@ -1,15 +1,28 @@
-"""Routes, probes and problem documents, without an engine behind them."""
+"""Routes, probes, problem documents, limits and odd bodies, without an engine behind them."""
 
+import asyncio
+import json
+import pickle
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from rollout_server.http.app import create_app
+from rollout_server.http.guards import MAX_FAULTS
+from rollout_server.http.problems import RETRY_AFTER_S
 from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
-from tests.contract.test_limits import client_of, problem_of, settings
+from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
+from tests.contract.served_app import REQUEST, client_of, problem_of, served_client, settings
+from tests.unit.fleets import wait_until
+from tests.unit.scripted_server import envelope
 
 GET_PATHS = ("/health/", "/live/", "/get_world_size/", "/info/", "/metrics/")
 # Of a push, without their attempt.
@@ -23,6 +36,7 @@ BODIES: dict[str, Any] = {
     "/finish_weight_update/": {},
     "/close_communicator/": {},
 }
+JSON = {"content-type": "application/json"}
 ADAPTER, AS_BYTES = "/load_adapter/", {"content-type": "application/octet-stream"}
 OTHERS = ("/infer/", ADAPTER, "/sleep/", "/wake_up/")
 
@@ -30,7 +44,7 @@ OTHERS = ("/infer/", ADAPTER, "/sleep/", "/wake_up/")
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
     """A client of a server whose engines have not started."""
-    with client_of(Pool(settings(replicas=3))) as client:
+    with client_of(replicas=3) as client:
         yield client
 
 
@@ -62,7 +76,7 @@ def test_errors_of_the_framework_are_problems(client: TestClient) -> None:
     wrong_method = client.get("/infer/")
     assert problem_of(wrong_method).type == "urn:rollmatch:method-not-allowed"
     assert wrong_method.headers["allow"] == "POST"
-    invalid = client.post("/infer/", content=b"{", headers={"content-type": "application/json"})
+    invalid = client.post("/infer/", content=b"{", headers=JSON)
     assert problem_of(invalid).type == "urn:rollmatch:bad-request"
     line_feed = client.post("/infer/%0A", json={"infer_requests": []})
     assert problem_of(line_feed).type == "urn:rollmatch:not-ready"
@@ -141,3 +155,127 @@ def test_openapi_document_has_each_path_once_with_its_problems(client: TestClien
                     assert list(response["content"]) == [PROBLEM_MEDIA_TYPE], (path, status)
     problems = document["paths"]["/infer/"]["post"]["responses"]["422"]["content"]
     assert set(problems[PROBLEM_MEDIA_TYPE]["schema"]["properties"]) == set(Problem.model_fields)
+
+
+# --- limits of calls, sequences and answers
+
+
+class SlowPool(Pool):
+    """Each call waits for `may_end`, and then has no answers."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self.running, self.may_end = threading.Event(), threading.Event()
+
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        self.running.set()
+        await asyncio.to_thread(self.may_end.wait, 60)
+        return []
+
+
+@pytest.mark.req("SRV-06", "DIST-05")
+def test_a_generation_whose_connection_ended_counts_once() -> None:
+    pool = SlowPool(settings(max_concurrent_calls=1))
+    with served_client(create_app(pool)) as http:
+        kept = {"infer_requests": [], "request_id": "kept"}
+        for _ in range(2):  # the second call joins the generation of the first one
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/infer/", json=kept, timeout=0.5)
+            assert pool.running.wait(60)
+            wait_until(lambda: "rollout_calls_in_flight 0.0" in http.get("/metrics/").text)
+        other = http.post("/infer/", json={"infer_requests": []})
+        assert problem_of(other).kind == "too-many-calls"
+        assert other.headers["Retry-After"] == str(RETRY_AFTER_S)
+        assert http.get("/live/").status_code == 200
+        pool.may_end.set()
+        assert http.post("/infer/", json=kept).status_code == 200
+
+
+class CountingPool(Pool):
+    """Answers each call with one envelope. Its token is the number of the call."""
+
+    calls = 0
+
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        self.calls += 1
+        return [envelope([self.calls], [1])]
+
+
+@pytest.mark.req("DIST-05", "WIRE-02")
+def test_another_body_or_form_with_the_same_id_is_a_call_of_its_own() -> None:
+    with client_of(CountingPool) as client:
+        body: dict[str, Any] = {"infer_requests": [REQUEST], "request_id": "a"}
+        for query, fields, call in (
+            ("", {}, 1),
+            ("?envelope=0", {}, 2),
+            ("", {"expected_weights_version": 0}, 3),
+            ("", {}, 1),
+            ("?envelope=0", {}, 2),
+        ):
+            (found,) = client.post(f"/infer/{query}", json=body | fields).json()
+            whole = envelope([call], [1]).model_dump(mode="json")
+            assert found == (whole["response"] if query else whole)
+
+
+@pytest.mark.req("SRV-06")
+def test_call_of_too_many_requests_or_sequences_is_refused(client: TestClient) -> None:
+    def refusal(client: TestClient, requests: int, n: int) -> tuple[int, str]:
+        call = {"infer_requests": [REQUEST] * requests, "request_config": {"n": n}}
+        problem = problem_of(client.post("/infer/", json=call))
+        return problem.status, problem.where
+
+    with client_of(max_requests_per_call=6) as few:
+        assert refusal(few, 6, 1) == (503, "replicas")
+        assert refusal(few, 3, 2) == (503, "replicas")
+        assert refusal(few, 7, 1) == (422, "infer_requests")
+        assert refusal(few, 3, 3) == (422, "request_config.n")
+        assert refusal(few, 1, 10**30) == (422, "request_config.n")
+    assert refusal(client, MAX_REQUESTS + 1, 1) == (422, "infer_requests")
+
+
+@pytest.mark.req("SRV-06", "WIRE-05")
+def test_answer_to_many_faults_is_short(client: TestClient) -> None:
+    many = MAX_REQUESTS + 1
+    fields = {f"field{number}": 1 for number in range(100)}
+    for body in (
+        {"infer_requests": [1] * many},
+        {"infer_requests": [{"messages": [{"role": "user", "content": [1] * many}]}]},
+        {"infer_requests": [], **fields},
+        {"infer_requests": [REQUEST | {"k" * 10**6: 1}]},
+    ):
+        answer = client.post("/infer/", json=body)
+        assert problem_of(answer).status == 422
+        assert len(answer.content) < 2000
+    problem = problem_of(client.post("/infer/", json={"infer_requests": [], **fields}))
+    assert len(problem.errors or []) == 1
+    problem = problem_of(client.post("/infer/", json={"infer_requests": [1] * 100}))
+    assert [error["index"] for error in problem.errors or []] == list(range(MAX_FAULTS))
+
+
+# --- odd bodies
+
+
+def in_call(text: str) -> bytes:
+    return b'{"infer_requests":[%s]%s}' % (json.dumps(REQUEST).encode(), text.encode())
+
+
+ODD: dict[str, bytes] = {
+    "endless list": b"[" * 10**5,
+    "deep value in a field": in_call(f',"request_config":{"[" * 5000}{"]" * 5000}'),
+    "number of many digits": in_call(f',"expected_weights_version":{"9" * 5000}'),
+    "more than 64 bits": in_call(f',"request_config":{{"seed":{2**64}}}'),
+    "NaN": in_call(',"request_config":{"temperature":NaN}'),
+    "infinity by overflow": in_call(',"request_config":{"temperature":1e999}'),
+    "lone surrogate in an id": in_call(',"request_id":"\\ud800"'),
+    "not UTF-8": b'{"infer_requests":["\xff"]}',
+    "nothing": b"",
+    "pickle": pickle.dumps({"infer_requests": []}),
+}
+
+
+@pytest.mark.req("WIRE-05", "WIRE-07")
+@pytest.mark.parametrize("name", ODD)
+def test_odd_body_is_refused(client: TestClient, name: str) -> None:
+    for path in ("/infer/", *BODIES):
+        problem = problem_of(client.post(path, content=ODD[name], headers=JSON))
+        assert problem.status in (400, 422), (path, problem)

@@ -9,24 +9,17 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.routing import Route
 
-from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import check_access, is_loopback, read_token
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem
+from shared_contracts.errors import ContractError
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from tests.contract import test_limits
-from tests.contract.test_limits import settings
+from tests.contract.served_app import client_of, problem_of, settings
 
 pytestmark = pytest.mark.req("SRV-06")
 
 TOKEN = "f00d-cafe_0123456789~"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 OPEN = {"/live", "/live/", "/health", "/health/"}
-
-
-def client_of(**options: Any) -> TestClient:
-    """A client of a server whose engines have not started."""
-    return test_limits.client_of(Pool(settings(**options)))
 
 
 @pytest.fixture
@@ -45,7 +38,6 @@ def client(token_file: Path) -> Iterator[TestClient]:
 
 
 def routes_of(client: TestClient) -> list[tuple[str, str]]:
-    """Every (method, path) that the app serves."""
     routes = client.app.routes  # type: ignore[attr-defined]
     assert all(isinstance(route, Route) for route in routes)
     return [
@@ -62,8 +54,7 @@ def is_refused(answer: Any) -> bool:
         return False
     assert answer.headers.get_list("www-authenticate") == ["Bearer"]
     if answer.request.method != "HEAD":
-        assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
-        assert Problem.model_validate(answer.json()).type == "urn:rollmatch:unauthorized"
+        assert problem_of(answer).kind == "unauthorized"
     assert TOKEN not in answer.text
     return True
 
@@ -177,8 +168,8 @@ def test_address_beyond_loopback_needs_a_token() -> None:
 
 
 def refusal_of(answer: Any) -> tuple[int, str]:
-    assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
-    return answer.status_code, Problem.model_validate(answer.json()).kind
+    problem = problem_of(answer)
+    return problem.status, problem.kind
 
 
 @pytest.mark.parametrize("listens", ["127.0.0.1", "10.0.0.7"])

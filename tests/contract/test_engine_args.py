@@ -1,19 +1,24 @@
-"""Engine arguments and sampling parameters for vLLM."""
+"""Engine arguments and sampling parameters for vLLM, and the rendering of a dead replica."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from learner.config.rollout_matching import DecodingConfig
+from rollout_server.engines.engine_protocol import EngineDead, PromptMessage
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import LORA_RANKS, ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from tests.contract.update_bench import asynchronous
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +146,29 @@ def test_bounds_are_those_of_vllm(
 def test_combination_that_vllm_refuses_is_refused(engine_args: Any) -> None:
     with pytest.raises(ProblemError, match="greedy"):
         params(engine_args, n=2, temperature=0.0)
+
+
+@pytest.mark.req("FULL-08", "SRV-05")
+@asynchronous
+async def test_rendering_of_a_dead_replica_ends(tied: Path) -> None:
+    from rollout_server.engines.vllm.engine import VllmEngine
+
+    begun, tokenizer = asyncio.Event(), AutoTokenizer.from_pretrained(tied)
+
+    async def stuck(*_: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    front_end: Any = SimpleNamespace(
+        renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer, render_chat_async=stuck),
+        model_config=SimpleNamespace(dtype="float32", max_model_len=1024),
+        get_tokenizer=lambda: tokenizer,
+    )
+    engine = VllmEngine(front_end, 0, RepeatTerminateConfig())
+    messages = [PromptMessage("user", ["Detect every object."])]
+    rendering = asyncio.ensure_future(engine.render(messages, []))
+    await begun.wait()
+    engine.declare_dead()
+    for each in (rendering, engine.render(messages, [])):
+        with pytest.raises(EngineDead, match="replica 0 is dead"):
+            await each

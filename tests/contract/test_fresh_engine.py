@@ -19,12 +19,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from learner.config import load_mapping, merge, parse_config
 from learner.data.toy import make_data
 from learner.models.toy import ToyFamily
-from learner.rollout.client import RolloutClient
-from learner.rollout.server_process import free_ports
-from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.stages.clean_prefix import common_length
 from learner.training.input_checks import check_inputs
@@ -33,6 +29,7 @@ from learner.training.train import train
 from shared_contracts.weights import Transport
 from tests.contract.running_server import (
     RunningServer,
+    by_servers,
     children,
     draw_scene,
     environment_of,
@@ -45,8 +42,8 @@ from tests.contract.running_server import (
 from tests.contract.test_adapter import adapted, adapter_of
 from tests.contract.toy_checkpoints import WEIGHTS, make_checkpoint
 from tests.unit.fleets import wait_until
+from tests.unit.small_run import metric_lines, small_config
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml"
 STEPS = 2
 
 pytestmark = pytest.mark.slow
@@ -127,7 +124,6 @@ def answers(server: RunningServer) -> Answers:
 
 
 def serve(server: RunningServer, weights: Path) -> None:
-    """Have new engines load `weights`, from the same folder."""
     copied = Path(shutil.copy(weights, server.checkpoint / "copied"))
     copied.replace(server.checkpoint / WEIGHTS)
     server.rebuild()
@@ -145,7 +141,6 @@ def pushed(
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")  # for two workers on one machine
         with running_server(folder / "served", folder / "server", *options) as server:
-            client = RolloutClient(server.process.base_url, timeout_s=60.0)
             loaded = answers(server)
             serve(server, old / WEIGHTS)
             before = answers(server)
@@ -159,10 +154,8 @@ def pushed(
             model = AutoModelForImageTextToText.from_pretrained(new, dtype=torch.float32)
             modes.append(full_of(model))
             pushes = []
-            for version, mode in enumerate(modes, 1):
-                pusher = WeightPusher(client, free_ports(1)[0], mode, case.transport, 2**18)
-                pusher.push(version)
-                pusher.close()
+            for mode in modes:
+                server.push_by_learner(mode, case.transport)
                 pushes.append(answers(server))
             *with_adapter, pushed = pushes
             bfloat16 = "bfloat16" in case.options
@@ -187,30 +180,21 @@ def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
 ) -> None:
     """Channel B; `verify: full` raises if the server computes with other weights."""
     server = pushed.server
-    before = server.http.get("/info/").json()["weights_version"]
-    data = make_data(server.media / "toy", train=4, val=1, seed=0)
-    address = {"base_url": server.process.base_url, "group_port": free_ports(1)[0]}
-    sync = {"transport": pushed.transport, "verify": "full"}
-    sections: dict[str, Any] = {
-        "model": {"model": str(server.checkpoint)},
-        "data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(data.val_jsonl)},
-        "training": {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": STEPS,
-            "effective_batch_size": 4,
-            "learning_rate": 0.01,
-            "save_strategy": "no",
-        },
-        "stage2_ab": {"schedule": {"b_ratio": 1.0}},
-        "rollout_matching": {
+    before = server.version
+    vllm = by_servers(server.process.base_url)
+    config = small_config(
+        server.checkpoint,
+        make_data(server.media / "toy", train=4, val=1, seed=0),
+        tmp_path / "run",
+        training={"max_steps": STEPS, "learning_rate": 0.01, "save_strategy": "no"},
+        stage2_ab={"schedule": {"b_ratio": 1.0}},
+        rollout_matching={
             "max_new_tokens": 24,
-            "vllm": {"server": {"servers": [address]}, "sync": sync},
+            "vllm": vllm | {"sync": {"transport": pushed.transport, "verify": "full"}},
         },
-    }
-    config = parse_config(merge(load_mapping(DEMO), sections))
+    )
     out = train(config, check_inputs(config), reach_servers(config), Console(quiet=True))
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    steps = [line for line in lines if "loss" in line]
+    steps = metric_lines(out, "loss")
     assert [line["sync/weights_version"] for line in steps] == [before + 1, before + 2]
     assert all(line["sync/probe_s"] > 0 for line in steps)
     trained = zip(answers(server), pushed.pushed, strict=True)

@@ -1,13 +1,12 @@
 """Calls with a request id: one generation for the call and its repetitions."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rollout_server.http.idempotency import IdempotentCalls
-from tests.contract.update_bench import Clock, asynchronous
+from tests.contract.update_bench import Clock, asynchronous, reached
 
 
 class Generator:
@@ -34,11 +33,6 @@ class Generator:
         return b"%d" % number * self.size
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
-
-
 async def end(call: asyncio.Task[Any]) -> None:
     """End a call as the end of its connection does."""
     call.cancel()
@@ -51,7 +45,7 @@ async def test_retry_joins_the_running_first_call() -> None:
     generate = Generator()
     calls = IdempotentCalls()
     first = asyncio.create_task(calls.answer("a", generate))
-    await until(lambda: generate.begun == 1)
+    await reached(lambda: generate.begun == 1)
     retry = asyncio.create_task(calls.answer("a", generate))
     generate.free.set()
     assert (await first, await retry) == ((b"1", False), (b"1", True))
@@ -65,7 +59,7 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     calls = IdempotentCalls()
     generate.error = ValueError("broken")
     waiting = [asyncio.create_task(calls.answer("a", generate)) for _ in range(2)]
-    await until(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
+    await reached(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
     generate.free.set()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, ValueError)
@@ -81,20 +75,20 @@ async def test_generation_ends_after_the_grace_without_a_connection() -> None:
     calls = IdempotentCalls()
     first = asyncio.create_task(calls.answer("a", generate))
     second = asyncio.create_task(calls.answer("a", generate))
-    await until(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
+    await reached(lambda: "a" in calls._running and calls._running["a"].waiting == 2)
     await end(first)
     Clock.skip()
     await end(second)
     third = asyncio.create_task(calls.answer("a", generate))
-    await until(lambda: calls._running["a"].waiting == 1)
+    await reached(lambda: calls._running["a"].waiting == 1)
     Clock.skip()
     await asyncio.sleep(1e-6)
     assert (third.done(), generate.cancelled) == (False, 0)
     await end(third)
     Clock.skip()
-    await until(lambda: generate.cancelled == 1)
+    await reached(lambda: generate.cancelled == 1)
     later = asyncio.create_task(calls.answer("a", generate))
-    await until(lambda: generate.begun == 2)
+    await reached(lambda: generate.begun == 2)
     generate.ended.set()
     await asyncio.sleep(1e-6)
     joined = asyncio.create_task(calls.answer("a", generate))

@@ -1,11 +1,14 @@
-"""`POST /infer/` of a real server against plain transformers."""
+"""`POST /infer/` of a real server against plain transformers; its request ids and metrics."""
 
 import base64
 import importlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -18,6 +21,9 @@ from tests.contract.running_server import (
     response_ids,
     text_request,
 )
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import push, weight_group
+from tests.unit.fleets import wait_until
 
 
 @pytest.mark.req("WIRE-02", "SRV-02")
@@ -287,3 +293,75 @@ def test_sequences_of_a_client_that_goes_away_are_aborted(server: RunningServer)
     server.wait_for_sequences(lambda running: running == 64)
     connection.close()
     server.wait_for_sequences(lambda running: running == 0)
+
+
+# --- request ids, expected weights and metrics
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 16}  # without a seed, so that answers differ
+
+
+def post(server: RunningServer, requests: int = 1, **body: Any) -> httpx.Response:
+    body = {"infer_requests": [text_request()] * requests, "request_config": SAMPLED} | body
+    return server.http.post("/infer/", json=body)
+
+
+@contextmanager
+def growth(server: RunningServer) -> Iterator[dict[str, float]]:
+    """The growth of each counter over a block, after it."""
+    before, grown = server.metrics(), dict[str, float]()
+    yield grown
+    grown |= {name: value - before.get(name, 0.0) for name, value in server.metrics().items()}
+
+
+@pytest.mark.req("DIST-05")
+def test_repeated_call_joins_the_one_whose_connection_ended(server: RunningServer) -> None:
+    requests, config = [text_request()] * 64, SAMPLED | {"max_tokens": 400}
+    with growth(server) as grown:
+        cut = server.begin_infer(requests, config, request_id="cut")
+        server.wait_for_sequences(lambda running: running == 64)
+        cut.close()
+        wait_until(lambda: server.metrics()["rollout_calls_in_flight"] == 0)
+        repeated = server.begin_infer(requests, config, request_id="cut")
+        assert len(json.loads(repeated.getresponse().read())) == 64
+        repeated.close()
+    assert grown["rollout_requests_total"] == 64
+    assert grown["rollout_calls_total{outcome=gone}"] == 1
+    assert grown["rollout_calls_total{outcome=repeated}"] == 1
+
+
+@pytest.mark.req("WIRE-03", "DIST-05")
+def test_call_for_other_weights_is_refused_and_a_kept_answer_is_not(
+    server: RunningServer, tied: Path
+) -> None:
+    old = server.version
+    expecting = {"expected_weights_version": old}
+    kept = post(server, request_id="before the push", **expecting)
+    assert kept.status_code == 200, kept.text
+    with weight_group(server.http) as sender, growth(server) as grown:
+        report = push(server.http, sender, read_weights(tied), old + 1)
+    assert grown["rollout_weight_pushes_total"] == 1
+    assert grown["rollout_weight_push_bytes_total"] == report["bytes"]
+    assert grown["rollout_weights_version"] == 1
+
+    refused = post(server, **expecting)
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:rollmatch:other-weights")
+    assert refused.json()["where"] == "expected_weights_version"
+    assert post(server, expected_weights_version=old + 1).status_code == 200
+    assert post(server, request_id="before the push", **expecting).content == kept.content
+
+
+@pytest.mark.req("WIRE-06")
+def test_metrics_count_answers(server: RunningServer, scene: Path) -> None:
+    requests = [text_request(), image_request(str(scene))]
+    with growth(server) as grown:
+        envelopes = server.infer(requests, max_tokens=8)
+    usages = [envelope["response"]["usage"] for envelope in envelopes]
+    assert grown["rollout_calls_total{outcome=answered}"] == 1
+    assert (grown["rollout_requests_total"], grown["rollout_images_total"]) == (2, 1)
+    prompt_tokens = sum(usage["prompt_tokens"] for usage in usages)
+    assert grown["rollout_prompt_tokens_total"] == prompt_tokens
+    assert grown["rollout_generated_tokens_total"] == 16
+    assert grown["rollout_phase_seconds_count{phase=generate}"] == 1
+    now = server.metrics()
+    assert now["rollout_ready"] == now["rollout_replica_state{replica=0,state=serving}"] == 1

@@ -1,5 +1,6 @@
 """SIGKILL of a learner in a push, and the push of the next learner (SYNC-04)."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,14 +12,12 @@ from socket import create_connection
 
 import pytest
 
-from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
-from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import SyncMode
-from tests.contract.dying_pusher import Stop, StoppingWeights
+from shared_contracts.weights import Transport
+from tests.contract.dying_pusher import WeightsWithPhase
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import BUCKET_BYTES
 from tests.unit.fleets import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07")]
@@ -33,16 +32,23 @@ Process = subprocess.Popen[str]
 
 
 @contextmanager
-def learner(server: RunningServer, port: int, weights: Path, phase: str) -> Iterator[Process]:
-    """A learner that is in `phase` of a push (see `dying_pusher`)."""
+def learner(
+    server: RunningServer,
+    port: int,
+    weights: Path,
+    phase: str,
+    transport: Transport = "gloo",
+    **environment: str,
+) -> Iterator[Process]:
     command = [sys.executable, "-m", "tests.contract.dying_pusher", server.process.base_url]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [*command, str(port), str(weights), phase, str(LONG_S)],
+        [*command, str(port), str(weights), phase, str(LONG_S), transport],
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
         text=True,
+        env=os.environ | environment,
     )
     assert process.stdout is not None
     with process:
@@ -55,20 +61,15 @@ def learner(server: RunningServer, port: int, weights: Path, phase: str) -> Iter
 
 def push_again(server: RunningServer, port: int, weights: Path) -> None:
     """As the next learner: a group over the same port, and a full push."""
-    mode = SyncMode(StoppingWeights(read_weights(weights), Stop("")), None, False)
-    client = RolloutClient(server.process.base_url, LONG_S)
-    pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
-    pusher.push(client.info().weights_version + 1)
-    pusher.close()
+    mode = SyncMode(WeightsWithPhase(read_weights(weights)), None, fallback_to_full=False)
+    server.push_by_learner(mode, port=port)
 
 
 def weights_state(server: RunningServer) -> str:
-    state: str = server.http.get("/info/").json()["weights_state"]
-    return state
+    return str(server.info()["weights_state"])
 
 
 def resources(server: RunningServer) -> dict[str, int]:
-    """Descriptors and threads of the server."""
     process = Path(f"/proc/{server.process.pid}")
     return {kind: len(list((process / kind).iterdir())) for kind in ("fd", "task")}
 
@@ -107,7 +108,7 @@ def test_a_rendezvous_ends_with_its_learner(
 def test_a_drain_ends_with_its_learner_and_nothing_has_changed(
     server: RunningServer, port: int, other_tied: Path
 ) -> None:
-    version = server.http.get("/health/").json()["weights_version"]
+    version = server.version
     long = {"temperature": 1.0, "max_tokens": 480}
     with learner(server, port, other_tied, "start") as process, ThreadPoolExecutor() as threads:
         running = threads.submit(server.infer, [text_request()] * 16, **long)

@@ -23,14 +23,11 @@ from rollout_server.serving.media import (
     listed_url,
     read_media_file,
 )
-from rollout_server.settings.options import ServerSettings
+from tests.contract.served_app import settings
+from tests.contract.update_bench import asynchronous
 
 RED = Image.new("RGB", (6, 4), (255, 0, 0))
 NOISE = Image.effect_noise((64, 64), 50)
-
-
-def settings(*allowed: Path, **bounds: Any) -> ServerSettings:
-    return ServerSettings(model=Path("/m"), device="cpu", allowed_media_dirs=allowed, **bounds)
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -49,7 +46,7 @@ async def loaded_by(loader: MediaLoader, sources: list[ImageSource]) -> list[Ima
 
 
 def load(image: str, *allowed: Path, **bounds: Any) -> Image.Image:
-    loader = MediaLoader(settings(*allowed, **bounds))
+    loader = MediaLoader(settings(allowed_media_dirs=allowed, **bounds))
     (loaded,) = asyncio.run(loaded_by(loader, [ImageSource("images[0]", image)]))
     return loaded
 
@@ -188,7 +185,8 @@ def test_small_frame_on_a_huge_webp_canvas_is_refused(side: int, found: str) -> 
 
 
 @pytest.mark.req("WIRE-04", "SRV-06")
-def test_decoded_images_of_a_request_have_a_bound_and_requests_wait_for_room() -> None:
+@asynchronous
+async def test_decoded_images_of_a_request_have_a_bound_and_requests_wait_for_room() -> None:
     images = [as_base64(encoded(Image.new("RGB", (500, 500), (i, 0, 0)))) for i in range(8)]
     sources = [ImageSource(f"images[{i}]", image) for i, image in enumerate(images)]
     bounds = {"max_decoded_mib": 10, "max_image_megapixels": 0.25}
@@ -201,15 +199,12 @@ def test_decoded_images_of_a_request_have_a_bound_and_requests_wait_for_room() -
             await asyncio.sleep(0)
             inside.append(-1)
 
-    async def work() -> None:
-        loader = MediaLoader(settings(**bounds))
-        await asyncio.gather(*(hold(loader, source) for source in sources))
-        with pytest.raises(BadRequest) as error:
-            await loaded_by(loader, sources)
-        expected = "decoded they take 38 MiB, and the server has 10 (max_decoded_mib)"
-        assert (error.value.where, error.value.found) == ("images", expected)
-
-    asyncio.run(work())
+    loader = MediaLoader(settings(**bounds))
+    await asyncio.gather(*(hold(loader, source) for source in sources))
+    with pytest.raises(BadRequest) as error:
+        await loaded_by(loader, sources)
+    expected = "decoded they take 38 MiB, and the server has 10 (max_decoded_mib)"
+    assert (error.value.where, error.value.found) == ("images", expected)
 
 
 @pytest.mark.req("WIRE-04")

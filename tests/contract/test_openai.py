@@ -17,7 +17,6 @@ import openai
 import pytest
 from PIL import Image
 
-from learner.rollout.server_process import free_ports
 from tests.contract.running_server import (
     PROMPT,
     RunningServer,
@@ -160,13 +159,11 @@ def test_push_waits_for_a_stream_and_later_answers_have_the_new_version(
     client: openai.OpenAI, server: RunningServer, tied: Path, other_tied: Path
 ) -> None:
     before = create(client, server, **GREEDY)
-    version = server.http.get("/info/").json()["weights_version"] + 1
-    (port,) = free_ports(1)
-    group = weight_group(server.http, port, timeout_s=120)
+    version, group = server.version + 1, weight_group(server.http, timeout_s=120)
     with group as sender, ThreadPoolExecutor() as threads:
         with streaming(client, server, max_tokens=64) as stream:
             pushing = threads.submit(push, server.http, sender, read_weights(other_tied), version)
-            while server.http.get("/info/").json()["weights_state"] != "UPDATING":
+            while server.info()["weights_state"] != "UPDATING":
                 pass
             waiting = threads.submit(create, client, server, **GREEDY)
             assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,10 +11,9 @@ from rollout_server.engines.engine_protocol import Engine
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem
-from tests.contract import scripted_engine
+from tests.contract.running_server import samples
 from tests.contract.scripted_engine import ScriptedEngine
-from tests.contract.served_app import app_of, served_app
-from tests.contract.test_limits import REQUEST
+from tests.contract.served_app import REQUEST, app_of, served_client, settings
 from tests.unit.fleets import wait_until
 
 CHAT = "/v1/chat/completions"
@@ -42,9 +40,7 @@ class Served:
             yield pieces
 
     def metric(self, name: str) -> float:
-        lines = self.http.get("/metrics/").text.splitlines()
-        (value,) = [line.split()[-1] for line in lines if line.startswith(f"{name} ")]
-        return float(value)
+        return samples(self.http.get("/metrics/").text)[name]
 
     def wait_for(self, name: str, value: float) -> None:
         wait_until(lambda: self.metric(name) == value)
@@ -52,22 +48,15 @@ class Served:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server with two scripted engines and OpenAI's routes."""
-    settings = ServerSettings(
-        model=Path("/m"), device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
-    )
     engines: dict[int, ScriptedEngine] = {}
 
-    def build(settings: ServerSettings, index: int) -> Engine:
-        engine = scripted_engine.build(settings, index)
+    def build(_: ServerSettings, index: int) -> Engine:
+        engine = ScriptedEngine(index)
         engines.setdefault(index, engine)
         return engine
 
-    with (
-        served_app(app_of(Pool(settings, build))) as (host, port),
-        httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
-    ):
-        assert http.get("/live/").status_code == 200  # after the lifespan's start
+    given = settings(replicas=2, openai=True, max_concurrent_calls=CALLS)
+    with served_client(app_of(Pool(given, build))) as http:
         yield Served(http, engines)
 
 
@@ -76,7 +65,7 @@ def test_chat_completion_is_counted(served: Served) -> None:
     assert served.chat("one two three").json() == ["one", "two", "three"]
     with served.streaming("a b c") as pieces:
         assert "".join(pieces) == "bc"
-    served.wait_for('rollout_calls_total{outcome="answered"}', 2)
+    served.wait_for("rollout_calls_total{outcome=answered}", 2)
     assert served.http.get("/v1/models/").json() == id(served.engines[0])
 
 
@@ -86,11 +75,11 @@ def test_replicas_share_streams_infer_shares_their_limit_and_a_closed_stream_fre
 ) -> None:
     with served.streaming(), served.streaming():
         for replica in range(2):
-            assert served.metric(f'rollout_running_sequences{{replica="{replica}"}}') == 1
+            assert served.metric(f"rollout_running_sequences{{replica={replica}}}") == 1
         for path, body in ((CHAT, {"text": "a"}), ("/infer/", {"infer_requests": [REQUEST]})):
             refused = served.http.post(path, json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    served.wait_for('rollout_calls_total{outcome="gone"}', CALLS)
+    served.wait_for("rollout_calls_total{outcome=gone}", CALLS)
     assert served.chat("a").status_code == 200
     assert served.metric("rollout_calls_in_flight") == 0
 

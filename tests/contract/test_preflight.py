@@ -60,7 +60,6 @@ def test_a_gpu_with_memory_of_unknown_processes_is_refused() -> None:
 
 
 def fake_smi(folder: Path, script: str) -> str:
-    """A program in place of nvidia-smi."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o700)
@@ -99,16 +98,6 @@ def test_an_nvidia_smi_without_an_answer_is_a_warning(
 
 # --- sizes (FULL-06)
 
-LAYERS = {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560}
-TEXT = LAYERS | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144}
-
-
-def checkpoint(folder: Path, shapes: dict[str, list[int]], text: dict[str, Any]) -> Path:
-    """A checkpoint of these tensors, which take no space."""
-    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": text}))
-    write_sparse_weights(folder / "model.safetensors", shapes)
-    return folder
-
 
 def gpus_of(gib: float) -> GpuUse:
     return GpuUse([GpuMemory(index, f"GPU-{index}", 0, int(gib * 1024)) for index in (0, 1)], [])
@@ -117,8 +106,13 @@ def gpus_of(gib: float) -> GpuUse:
 @pytest.fixture
 def of_4b(tmp_path: Path) -> Path:
     """7.43 GiB of weights, the largest of which is an embedding of 0.73 GiB."""
+    text = {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560}
+    text |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144}
+    config = {"architectures": ["X"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     layers = {f"layer.{index}": [100, 1000, 1000] for index in range(36)}
-    return checkpoint(tmp_path, {"embed": [152936, 2560], **layers}, TEXT)
+    write_sparse_weights(tmp_path / "model.safetensors", {"embed": [152936, 2560], **layers})
+    return tmp_path
 
 
 @pytest.mark.req("FULL-06")

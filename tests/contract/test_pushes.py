@@ -34,6 +34,7 @@ from tests.contract.update_bench import (
     Hang,
     asynchronous,
     fails,
+    out_of_order,
     refused,
 )
 
@@ -111,7 +112,7 @@ async def test_a_version_or_a_manifest_that_is_refused_changes_nothing() -> None
     last = 3 + MOST_VERSION_STEP
     for version in (0, 3, last + 1, MOST):
         found = f"version {version} is not in 4 to {last}; the server has 3"
-        await refused(bench.start(version), "weight-update-order", found)
+        await out_of_order(bench.start(version), found)
     other = PARAMETER.model_copy(update={"shape": [3]})
     body = StartWeightUpdate(attempt="first", version=4, parameters=[other])
     await refused(bench.pushes.start_weight_update(body), "manifest-mismatch", "a.weight is sent")
@@ -130,7 +131,7 @@ async def test_a_version_comes_again_after_a_lost_replica_or_a_broken_push() -> 
     bench.pushes.replica_lost("replica 1 is lost")
     bench.engines.build_again()
     assert bench.held == ("READY", 3)
-    await refused(bench.start(3), "weight-update-order", "/init_communicator/ comes first")
+    await out_of_order(bench.start(3), "/init_communicator/ comes first")
     await bench.init()
     await bench.push(3)
     assert [engine.weights_version for engine in bench.engines] == [3, 3]
@@ -146,21 +147,13 @@ async def test_a_version_comes_again_after_a_lost_replica_or_a_broken_push() -> 
 async def test_a_phase_out_of_order_is_refused() -> None:
     bench = Bench()
     for call in (bench.start(1), bench.update(), bench.finish()):
-        await refused(call, "weight-update-order", "no learner owns the server")
+        await out_of_order(call, "no learner owns the server")
     await bench.init()
     for call in (bench.update(), bench.finish()):
-        await refused(
-            call,
-            "weight-update-order",
-            r"follows \w+; the last phase is no push \(READY\)",
-        )
+        await out_of_order(call, r"follows \w+; the last phase is no push \(READY\)")
     await bench.start(1)
-    await refused(
-        bench.start(2), "weight-update-order", "start follows no push; the last phase is start"
-    )
-    await refused(
-        bench.finish(), "weight-update-order", "finish follows transfer; the last phase is start"
-    )
+    await out_of_order(bench.start(2), "start follows no push; the last phase is start")
+    await out_of_order(bench.finish(), "finish follows transfer; the last phase is start")
     for phase in (bench.update, bench.finish):
         Clock.skip(0.6 * TIMEOUT_S)  # each phase has the whole time
         await asyncio.sleep(1e-6)  # runs what is due
@@ -252,7 +245,7 @@ async def test_the_store_closes_before_the_workers_leave_a_group_that_did_not_fo
 async def test_an_engine_whose_worker_cannot_leave_its_group_is_given_up() -> None:
     bench = await Bench.formed()
     hang = bench.engines[0].script["leave_group"] = Hang()
-    closing = asyncio.create_task(bench.pushes.close_communicator(GroupCall(attempt="first")))
+    closing = asyncio.create_task(bench.close("first"))
     await hang.begun.wait()
     Clock.skip(WORKER_MARGIN_S)
     await closing
@@ -277,10 +270,10 @@ async def test_the_newest_learner_owns_the_server() -> None:
     ):
         await refused(call, "taken-over", "the second learner has taken this server over")
     await bench.push(1)
-    await pushes.close_communicator(GroupCall(attempt="second"))
+    await bench.close("second")
     assert pushes.owner is None
     assert all(engine.calls[-1] == "leave_group" for engine in bench.engines)
-    await refused(bench.start(2), "weight-update-order", "no learner owns the server")
+    await out_of_order(bench.start(2), "no learner owns the server")
 
 
 @pytest.mark.req("SYNC-04", "SYNC-07")
@@ -294,7 +287,7 @@ async def test_a_learner_that_returns_does_not_take_over_from_a_newer_one() -> N
         await refused(bench.init("back", replaces=former), "taken-over", "the new learner")
     bench.attempt = "new"
     await bench.push(1)
-    await bench.pushes.close_communicator(GroupCall(attempt="new"))
+    await bench.close("new")
     await bench.init("back", replaces="again")
 
 
@@ -317,9 +310,7 @@ async def test_a_new_owner_or_a_close_ends_a_phase(phase: str, state: str, by: s
     await hang.begun.wait()
     bench.engines[0].script.clear()
     taking: asyncio.Task[object] = asyncio.create_task(
-        bench.init("second")
-        if by == "init"
-        else bench.pushes.close_communicator(GroupCall(attempt="first"))
+        bench.init("second") if by == "init" else bench.close("first")
     )
     await refused(pushing, "taken-over" if by == "init" else "weight-transfer-timeout")
     assert bench.held == (state, 0)
@@ -359,7 +350,7 @@ async def test_a_push_that_is_half_done_is_given_up(by: str) -> None:
     if by == "init":
         taking = asyncio.create_task(bench.init("second"))
     elif by == "close":
-        taking = asyncio.create_task(bench.pushes.close_communicator(GroupCall(attempt="first")))
+        taking = asyncio.create_task(bench.close("first"))
     elif by == "loss":
         bench.pushes.replica_lost("replica 1 is lost")
     else:
@@ -392,11 +383,11 @@ async def test_a_phase_that_breaks_ends_all_engines_until_a_full_push(
     assert all(engine.given_up for engine in bench.engines)
     await bench.pushes.settled.wait()
     bench.engines.build_again()
-    await refused(bench.start(1), "weight-update-order", "/init_communicator/ comes first")
+    await out_of_order(bench.start(1), "/init_communicator/ comes first")
     await bench.init()
     await refused(bench.pushes.load_adapter(1, "first", adapter()), "push-needed")
     for call in (bench.finish, bench.pushes.sleep, bench.pushes.wake_up):
-        await refused(call(), "weight-update-order", "PUSH_NEEDED")
+        await out_of_order(call(), "PUSH_NEEDED")
     await broken(bench, "pause", end, raised)
     assert bench.held == ("PUSH_NEEDED", 0)
     await bench.push(1)
@@ -460,7 +451,7 @@ async def test_engines_sleep_until_they_are_woken_or_pushed_to() -> None:
     assert (await refused(sleeping, "weight-transfer-timeout")).where == "/sleep/"
     await bench.init("third")
     await bench.start(2)
-    await refused(bench.pushes.sleep(), "weight-update-order", "UPDATING")
+    await out_of_order(bench.pushes.sleep(), "UPDATING")
 
 
 # --- adapters
@@ -471,7 +462,6 @@ HALVES = {HALF_A: torch.zeros(4, 1), HALF_B: torch.zeros(2, 4)}
 
 
 def adapter(tensors: dict[str, torch.Tensor] = HALVES, **metadata: str) -> bytes:
-    """Safetensors of an adapter."""
     meta = AdapterMeta(r=4, lora_alpha=8, target_modules=["a"])
     return save(tensors, metadata=metadata or {ADAPTER_KEY: meta.model_dump_json()})
 
@@ -500,7 +490,7 @@ async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_while_it_is_us
     await bench.init(comes=0, world_size=1)
     report = await load(bench, 8)
     assert all(e.calls == ["leave_group", "load_adapter", "use_adapter"] for e in bench.engines)
-    await refused(bench.start(9), "weight-update-order", "/init_communicator/ comes first")
+    await out_of_order(bench.start(9), "/init_communicator/ comes first")
     assert bench.held == ("READY", 8)
     assert (report.bytes, list(report.seconds)) == (len(adapter()), ["transfer"])
     in_use = bench.engines[1].adapter  # as a sequence that runs
@@ -516,7 +506,7 @@ async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_while_it_is_us
     assert set(tmp_path.iterdir()) == {folder, newest.folder}
     del in_use
     assert list(tmp_path.iterdir()) == [newest.folder]
-    await refused(load(bench, 11), "weight-update-order", "is not in 12 to")
+    await out_of_order(load(bench, 11), "is not in 12 to")
     await bench.init()
     await bench.push(12)
     await refused(load(bench, 13), "adapter-refused", "full weights were pushed")

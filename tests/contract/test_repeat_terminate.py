@@ -21,11 +21,7 @@ from learner.rollout.server_process import free_ports
 from rollout_server.engines import vllm as vllm_room
 from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import (
-    RepeatGuard,
-    RepeatTerminateConfig,
-    entry_token_ids,
-)
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 from tests.contract.running_server import (
     START_TIMEOUT_S,
     RunningServer,
@@ -73,7 +69,6 @@ def trigger(config: RepeatTerminateConfig, key: list[int], ids: Sequence[int]) -
 
 @pytest.fixture(scope="module")
 def settings_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `--config` file with the guard."""
     path = tmp_path_factory.mktemp("guard") / "server.yaml"
     settings = {"repeat_terminate": GUARD.model_dump(), "openai": True}
     path.write_text(yaml.safe_dump(settings))
@@ -149,7 +144,7 @@ def test_the_envelope_names_the_choices_that_the_guard_ended(
     server: RunningServer, guarded: RunningServer
 ) -> None:
     """With and without details, and beside stop strings."""
-    on, off = (each.http.get("/info/").json()["repeat_terminate"] for each in (guarded, server))
+    on, off = (each.info()["repeat_terminate"] for each in (guarded, server))
     assert on == {"active": True, "config": GUARD.model_dump()}
     assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}
     decoding = {"max_tokens": TOKENS, "temperature": 0.4, "n": 3, "seed": 5}

@@ -20,9 +20,8 @@ from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall
 from shared_contracts.weights import WeightState
 from tests.contract.scripted_engine import ScriptedEngine
-from tests.contract.served_app import app_of, served_app
-from tests.contract.test_limits import REQUEST, settings
-from tests.contract.update_bench import Hang, refused
+from tests.contract.served_app import REQUEST, app_of, served_client, settings
+from tests.contract.update_bench import Hang, asynchronous, reached, refused
 from tests.unit.fleets import wait_until
 
 CALL = InferCall.model_validate({"infer_requests": [REQUEST]})
@@ -241,99 +240,87 @@ class ScriptedPool(Pool):
 
 
 @pytest.mark.req("WIRE-03", "WIRE-06", "SRV-05", "SYNC-07")
-def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
+@asynchronous
+async def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
     """Its death, and not its rebuild, changes the server's epoch."""
-
-    async def play() -> None:
-        pool = ScriptedPool(2)
-        await pool.start()
-        pool.hold(4, 0)
-        pool.engines[0].guard_active = True
-        assert not pool.info().repeat_terminate.active, "an engine is without the guard"
-        problem = pool.problem()
-        assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
-        assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
-        pool.hold(5)
-        held = pool.problem()
-        assert await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed") == held
-        pool.hold(4, 0, 1)
-        assert pool.health().weights_version == 4
-        epoch = pool.server_epoch
-        pool.engines[1].alive = False
-        problem = pool.problem()
-        assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
-        lost = pool.server_epoch
-        assert lost != epoch
-        pool.enter("PUSH_NEEDED")
-        await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed", "replica 1 is dead")
-        assert pool.problem() == problem
-        while pool.info().replicas[1].restarts == 0:
-            await asyncio.sleep(0.01)
-        assert pool.server_epoch == pool.live().server_epoch == lost
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    pool = ScriptedPool(2)
+    await pool.start()
+    pool.hold(4, 0)
+    pool.engines[0].guard_active = True
+    assert not pool.info().repeat_terminate.active, "an engine is without the guard"
+    problem = pool.problem()
+    assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
+    assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
+    pool.hold(5)
+    held = pool.problem()
+    assert await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed") == held
+    pool.hold(4, 0, 1)
+    assert pool.health().weights_version == 4
+    epoch = pool.server_epoch
+    pool.engines[1].alive = False
+    problem = pool.problem()
+    assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
+    lost = pool.server_epoch
+    assert lost != epoch
+    pool.enter("PUSH_NEEDED")
+    await refused(pool.infer(CALL, CallRecord("/infer/")), "push-needed", "replica 1 is dead")
+    assert pool.problem() == problem
+    await reached(lambda: pool.info().replicas[1].restarts > 0)
+    assert pool.server_epoch == pool.live().server_epoch == lost
+    await pool.close()
 
 
 @pytest.mark.req("SYNC-05", "SYNC-09")
-def test_a_call_waits_for_the_end_of_a_push_and_ends_when_the_server_stops() -> None:
-    async def play() -> None:
-        pool = ScriptedPool(1)
-        await pool.start()
-        pool.hold(4, 0)
-        pool.enter("UPDATING")
-        assert pool.health().state == "UPDATING"
-        call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
-        await asyncio.sleep(0.01)
-        assert not call.done()
-        pool.hold(5, 0)
-        pool.enter("READY")
-        (envelope,) = await call
-        assert envelope.coordexp.weights_version == (5, 5)
-        hang = pool.engines[0].script["generate"] = Hang()
-        call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
-        await hang.begun.wait()
-        pool.stop_calls()
-        await refused(call, "not-ready", "the server is stopping")
-        while not hang.cancelled:
-            await asyncio.sleep(0.01)
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+@asynchronous
+async def test_a_call_waits_for_the_end_of_a_push_and_ends_when_the_server_stops() -> None:
+    pool = ScriptedPool(1)
+    await pool.start()
+    pool.hold(4, 0)
+    pool.enter("UPDATING")
+    assert pool.health().state == "UPDATING"
+    call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    pool.hold(5, 0)
+    pool.enter("READY")
+    (envelope,) = await call
+    assert envelope.coordexp.weights_version == (5, 5)
+    hang = pool.engines[0].script["generate"] = Hang()
+    call = asyncio.create_task(pool.infer(CALL, CallRecord("/infer/")))
+    await hang.begun.wait()
+    pool.stop_calls()
+    await refused(call, "not-ready", "the server is stopping")
+    await reached(lambda: hang.cancelled)
+    await pool.close()
 
 
 @pytest.mark.req("ROLL-03", "SRV-02")
-def test_sleep_answers_calls_that_wait_and_calls_that_come_during_its_drain() -> None:
-    async def play() -> None:
-        pool = ScriptedPool(1)
-        await pool.start()
-        engine, record = pool.engines[0], CallRecord("/infer/")
-        drain = engine.script["sleep"] = Hang()
-        await engine.pause()
-        waiting = asyncio.create_task(pool.infer(CALL, record))
-        while not engine.load.sequences:
-            await asyncio.sleep(0.01)
-        asleep = asyncio.create_task(pool.weights.sleep())
-        await drain.begun.wait()
-        await refused(pool.infer(CALL, record), "push-needed", "/wake_up/ or a push")
-        drain.end.set()
-        await refused(waiting, "push-needed", "ended a sequence")
-        await asleep
-        await pool.weights.wake_up()
-        await pool.infer(CALL, record)
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+@asynchronous
+async def test_sleep_answers_calls_that_wait_and_calls_that_come_during_its_drain() -> None:
+    pool = ScriptedPool(1)
+    await pool.start()
+    engine, record = pool.engines[0], CallRecord("/infer/")
+    drain = engine.script["sleep"] = Hang()
+    await engine.pause()
+    waiting = asyncio.create_task(pool.infer(CALL, record))
+    await reached(lambda: engine.load.sequences > 0)
+    asleep = asyncio.create_task(pool.weights.sleep())
+    await drain.begun.wait()
+    await refused(pool.infer(CALL, record), "push-needed", "/wake_up/ or a push")
+    drain.end.set()
+    await refused(waiting, "push-needed", "ended a sequence")
+    await asleep
+    await pool.weights.wake_up()
+    await pool.infer(CALL, record)
+    await pool.close()
 
 
 @pytest.mark.req("ROLL-03", "SYNC-04")
 @pytest.mark.parametrize(("route", "call"), [("/sleep/", "sleep"), ("/wake_up/", "resume")])
 def test_sleep_and_wake_end_with_their_connection(route: str, call: str) -> None:
     pool, hang = ScriptedPool(1), Hang()
-    with served_app(app_of(pool)) as (host, port):
-        base = f"http://{host}:{port}"
-        assert httpx.get(f"{base}/live/", trust_env=False).status_code == 200  # after the start
+    with served_client(app_of(pool)) as http:
         pool.engines[0].script[call] = hang
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{base}{route}", json={}, timeout=0.5, trust_env=False)
+            http.post(route, json={}, timeout=0.5)
         wait_until(lambda: hang.cancelled)

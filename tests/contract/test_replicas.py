@@ -4,17 +4,15 @@ import os
 import signal
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from learner.rollout.client import RolloutClient
-from learner.rollout.server_process import free_ports
 from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.contract.running_server import (
     PROMPT,
@@ -27,14 +25,14 @@ from tests.contract.running_server import (
     wait_until_gone,
 )
 from tests.contract.test_openai import client_of, streaming
-from tests.contract.toy_checkpoints import make_checkpoint, read_weights
-from tests.contract.weight_sender import push, weight_group
+from tests.contract.toy_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "a-token-that-engines-need-not-have"
 MOST = 8
 LARGE = 128
+WORLD_SIZE = 3  # of a push: the sender and a worker of each replica
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +76,7 @@ def test_load_is_spread_and_order_and_seeds_stay(replicas: RunningServer) -> Non
 
 
 @pytest.mark.req("SRV-02", "SEED-02")
-def test_a_short_call_takes_the_next_free_place_beside_a_large_one(
-    replicas: RunningServer,
-) -> None:
+def test_a_short_call_takes_the_next_free_place_beside_a_large_one(replicas: RunningServer) -> None:
     """Answers are those of calls alone."""
     many = [text_request(f"{PROMPT} {number}") for number in range(LARGE)]
     with ThreadPoolExecutor(1) as threads:
@@ -114,11 +110,16 @@ def test_engines_have_no_token_and_a_private_folder_for_temporary_files(
 def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     replicas: RunningServer, untied: Path
 ) -> None:
-    _push_both(replicas, untied)
-    before = replicas.http.get("/info/").json()
-    answer = _call_while(
-        replicas, lambda: os.kill(replicas.processes()["engine 1"], signal.SIGKILL)
-    )
+    replicas.push(untied, WORLD_SIZE)
+    before = replicas.info()
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(
+            replicas.post_infer, [text_request()] * 64, temperature=1.0, max_tokens=480
+        )
+        assert len(replicas.running_sequences()) == 2
+        replicas.wait_for_sequences(lambda sequences: sequences > 0)
+        os.kill(replicas.processes()["engine 1"], signal.SIGKILL)
+        answer = call.result(timeout=120)
     assert answer.status_code == 503
     lost = answer.json()["where"]
     assert lost in ("replicas[0]", "replicas[1]")
@@ -126,7 +127,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert (health.status_code, health.json()["where"]) == (503, lost)
     assert replicas.http.get("/live/").status_code == 200
     _others_answer(replicas, before["weights_version"])
-    assert replicas.http.get("/info/").json()["server_epoch"] != before["server_epoch"]
+    assert replicas.info()["server_epoch"] != before["server_epoch"]
 
     replicas.wait_for_replicas(lambda each: {r["state"] for r in each} == {"serving", "needs-push"})
     health = replicas.http.get("/health/")
@@ -136,7 +137,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     client = RolloutClient(replicas.process.base_url, timeout_s=60, token=TOKEN)
     client.wait_until_pushable()
     _others_answer(replicas, before["weights_version"])
-    _push_both(replicas, untied)
+    replicas.push(untied, WORLD_SIZE)
     assert replicas.http.get("/health/").status_code == 200
     together = replicas.infer([text_request()] * 8)
     assert len({tuple(response_ids(envelope)) for envelope in together}) == 1
@@ -161,26 +162,6 @@ def test_stopping_server_ends_streams_and_calls_with_an_error_and_leaves_no_proc
     assert wait_until_gone(everything, timeout_s=60) == []
 
 
-def _call_while(server: RunningServer, happens: Callable[[], None]) -> httpx.Response:
-    """The answer to a long call on both replicas; `happens` runs once both decode."""
-    with ThreadPoolExecutor() as threads:
-        running = threads.submit(
-            server.post_infer, [text_request()] * 64, temperature=1.0, max_tokens=480
-        )
-        assert len(server.running_sequences()) == 2
-        server.wait_for_sequences(lambda sequences: sequences > 0)
-        happens()
-        return running.result(timeout=120)
-
-
-def _others_answer(server: RunningServer, version: int | None = None) -> None:
+def _others_answer(server: RunningServer, version: int) -> None:
     for envelope in server.infer([text_request()] * 4):
-        if version is not None:
-            assert envelope["coordexp"]["weights_version"] == [version, version]
-
-
-def _push_both(server: RunningServer, checkpoint: Path) -> None:
-    (port,) = free_ports(1)
-    version = server.http.get("/info/").json()["weights_version"] + 1
-    with weight_group(server.http, port, world_size=3) as sender:
-        push(server.http, sender, read_weights(checkpoint), version)
+        assert envelope["coordexp"]["weights_version"] == [version, version]

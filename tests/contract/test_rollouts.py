@@ -1,10 +1,9 @@
 """A call and its requests on scripted engines: all or nothing, order, load."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,15 +27,13 @@ from rollout_server.serving.infer import (
 )
 from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.telemetry import CallRecord
-from rollout_server.settings.options import ServerSettings
-from shared_contracts.errors import ProblemError, refusal
+from shared_contracts.errors import refusal
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 from tests.contract.scripted_engine import ScriptedEngine
-from tests.contract.update_bench import Hang
+from tests.contract.served_app import settings
+from tests.contract.update_bench import Hang, asynchronous, reached, refused
 
 CONTEXT = 20
-
-T = TypeVar("T")
 
 
 class EchoEngine(ScriptedEngine):
@@ -70,18 +67,12 @@ class EchoEngine(ScriptedEngine):
             raise refusal("invalid-request", "too hot", "request_config")
 
 
-def media() -> MediaLoader:
-    return MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
-
-
-def answer(
-    call: InferCall, *engines: EchoEngine, record: CallRecord | None = None
-) -> Coroutine[Any, Any, list[RolloutEnvelope]]:
+def answer(call: InferCall, *engines: EchoEngine) -> Coroutine[Any, Any, list[RolloutEnvelope]]:
     async def serving() -> Sequence[EchoEngine]:
         return engines
 
-    record = record or CallRecord("/infer/")
-    return RunningCall(serving, "model", media(), lambda: "epoch", call, record).answer()
+    record, media = CallRecord("/infer/"), MediaLoader(settings())
+    return RunningCall(serving, "model", media, lambda: "epoch", call, record).answer()
 
 
 def call(*texts: str, **config: Any) -> InferCall:
@@ -89,32 +80,21 @@ def call(*texts: str, **config: Any) -> InferCall:
     return InferCall.model_validate({"infer_requests": requests, "request_config": config})
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 60))
-
-
-async def reached(condition: Callable[[], bool]) -> None:
-    """Wait until it holds; `run` has the deadline."""
-    while not condition():
-        await asyncio.sleep(0)
-
-
 def request(content: Any, *images: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "images": list(images)}
 
 
 @pytest.mark.req("WIRE-05")
-def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
+@asynchronous
+async def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     engine = EchoEngine()
     contents = ["fine", "broken!", "a" * CONTEXT, "<image>"]
     requests = [request(content) for content in contents]
     requests += [request("no mark", "a.png"), request([{"type": "image", "image": "own"}], "a.png")]
-    with pytest.raises(ProblemError) as error:
-        run(answer(InferCall.model_validate({"infer_requests": requests}), engine))
-    assert error.value.problem.errors is not None
-    assert [e["index"] for e in error.value.problem.errors] == [1, 2, 3, 4, 5]
-    with pytest.raises(ProblemError, match="too hot"):
-        run(answer(call("fine", temperature=2.0), engine))
+    bad = InferCall.model_validate({"infer_requests": requests})
+    problem = await refused(answer(bad, engine), "invalid-request")
+    assert [error["index"] for error in problem.errors or []] == [1, 2, 3, 4, 5]
+    await refused(answer(call("fine", temperature=2.0), engine), "invalid-request", "too hot")
     assert engine.turns == []
 
 
@@ -137,34 +117,33 @@ def pushed_while_it_answers() -> EchoEngine:
 
 
 @pytest.mark.req("WIRE-03")
-def test_expected_weights_answer_and_others_are_refused() -> None:
+@asynchronous
+async def test_expected_weights_answer_and_others_are_refused() -> None:
     """Before rendering, before generation and after generation."""
 
     def expecting(version: int | None) -> InferCall:
         return call("a").model_copy(update={"expected_weights_version": version})
 
-    (envelope,) = run(answer(expecting(None), pushed_while_it_answers()))
+    (envelope,) = await answer(expecting(None), pushed_while_it_answers())
     assert envelope.coordexp.weights_version == (3, 4)
-    assert len(run(answer(expecting(3), EchoEngine()))) == 1
+    assert len(await answer(expecting(3), EchoEngine())) == 1
     for engine, version, found, rendered, generated in (
         (EchoEngine(), 2, 3, 0, 0),
         (PushedEngine(), 3, 4, 1, 0),
         (pushed_while_it_answers(), 3, 4, 1, 1),
     ):
         expected = f"version {version} is expected, and the server's is {found}"
-        with pytest.raises(ProblemError, match=expected) as error:
-            run(answer(expecting(version), engine))
-        assert (error.value.problem.status, error.value.problem.kind) == (409, "other-weights")
+        problem = await refused(answer(expecting(version), engine), "other-weights", expected)
+        assert problem.status == 409
         assert (len(engine.rendered), len(engine.turns)) == (rendered, generated)
 
 
 @pytest.mark.req("SRV-06")
-def test_text_above_every_context_is_not_rendered() -> None:
-    engine = EchoEngine()
-    with pytest.raises(ProblemError) as error:
-        run(answer(call("a" * (CHARACTERS_PER_TOKEN * CONTEXT + 1)), engine))
-    assert (error.value.problem.status, engine.rendered) == (422, [])
-    assert "characters are more than" in error.value.problem.detail
+@asynchronous
+async def test_text_above_every_context_is_not_rendered() -> None:
+    engine, long = EchoEngine(), call("a" * (CHARACTERS_PER_TOKEN * CONTEXT + 1))
+    problem = await refused(answer(long, engine), "invalid-request", "characters are more than")
+    assert (problem.status, engine.rendered) == (422, [])
 
 
 class FailingRenderer(EchoEngine):
@@ -182,16 +161,17 @@ class FailingRenderer(EchoEngine):
 
 @pytest.mark.req("SRV-06", "WIRE-05")
 @pytest.mark.parametrize("failure", [MemoryError(), TimeoutError()])
-def test_exhausted_server_answers_503(failure: Exception) -> None:
+@asynchronous
+async def test_exhausted_server_answers_503(failure: Exception) -> None:
     """vLLM ends all renderings when one of them takes too long."""
-    with pytest.raises(ProblemError) as error:
-        run(answer(call("fine"), FailingRenderer(failure)))
-    assert (error.value.problem.status, error.value.problem.kind) == (503, "overloaded")
+    problem = await refused(answer(call("fine"), FailingRenderer(failure)), "overloaded")
+    assert problem.status == 503
 
 
 @pytest.mark.req("SRV-05")
 @pytest.mark.parametrize("end", [EngineDead("replica 0 died"), Aborted("replica 0: error")])
-def test_call_is_refused_and_cancelled_when_an_engine_ends_a_sequence(end: Exception) -> None:
+@asynchronous
+async def test_call_is_refused_and_cancelled_when_an_engine_ends_a_sequence(end: Exception) -> None:
     hold, dead, slow = asyncio.Event(), EchoEngine(0), EchoEngine(1)
     hang = slow.script["generate"] = Hang()
 
@@ -201,20 +181,16 @@ def test_call_is_refused_and_cancelled_when_an_engine_ends_a_sequence(end: Excep
 
     dead.script["generate"] = die
 
-    async def work() -> None:
-        answering = asyncio.ensure_future(answer(call("a", "b"), dead, slow))
-        await reached(lambda: bool(dead.turns and slow.turns))
-        hold.set()
-        await answering
-
-    with pytest.raises(ProblemError) as error:
-        run(work())
-    assert (error.value.problem.kind, error.value.problem.where) == ("not-ready", "replicas[0]")
-    assert hang.cancelled
+    answering = asyncio.ensure_future(answer(call("a", "b"), dead, slow))
+    await reached(lambda: bool(dead.turns and slow.turns))
+    hold.set()
+    assert (await refused(answering, "not-ready")).where == "replicas[0]"
+    await reached(lambda: hang.cancelled)
 
 
 @pytest.mark.req("SRV-02")
-def test_requests_of_two_calls_alternate_at_each_engine() -> None:
+@asynchronous
+async def test_requests_of_two_calls_alternate_at_each_engine() -> None:
     hold, engines = Hang(), [EchoEngine(0), EchoEngine(1)]
     for engine in engines:
         engine.script["generate"] = hold
@@ -225,33 +201,27 @@ def test_requests_of_two_calls_alternate_at_each_engine() -> None:
         await reached(lambda: sum(len(engine.turns) for engine in engines) == of_all)
         return answering
 
-    async def work() -> None:
-        large = await handed(call(*["aa"] * 6), of_all=6)
-        small = await handed(call(*["b"] * 4, n=2), of_all=10)
-        assert [engine.turns for engine in engines] == [[1, 2, 3, 1, 3], [101, 102, 103, 101, 103]]
-        hold.end.set()
-        assert len(await large + await small) == 10
-        assert [engine.load.turn for engine in engines] == [3, 103]
-        hold.end.clear()
-        next_one = await handed(call("b", "b", n=2), of_all=12)
-        assert [engine.turns[-1] for engine in engines] == [4, 104]
-        hold.end.set()
-        await next_one
-
-    run(work())
+    large = await handed(call(*["aa"] * 6), of_all=6)
+    small = await handed(call(*["b"] * 4, n=2), of_all=10)
+    assert [engine.turns for engine in engines] == [[1, 2, 3, 1, 3], [101, 102, 103, 101, 103]]
+    hold.end.set()
+    assert len(await large + await small) == 10
+    assert [engine.load.turn for engine in engines] == [3, 103]
+    hold.end.clear()
+    next_one = await handed(call("b", "b", n=2), of_all=12)
+    assert [engine.turns[-1] for engine in engines] == [4, 104]
+    hold.end.set()
+    await next_one
 
 
 @pytest.mark.req("SRV-02")
-def test_small_call_is_rendered_before_most_of_a_large_one() -> None:
+@asynchronous
+async def test_small_call_is_rendered_before_most_of_a_large_one() -> None:
     engine = EchoEngine()
-
-    async def work() -> list[RolloutEnvelope]:
-        large = asyncio.ensure_future(answer(call(*["a"] * 1000), engine))
-        await reached(lambda: len(engine.rendered) == 300)  # without a limit all would wait now
-        small = await answer(call("b"), engine)
-        return await large + small
-
-    assert len(run(work())) == 1001
+    large = asyncio.ensure_future(answer(call(*["a"] * 1000), engine))
+    await reached(lambda: len(engine.rendered) == 300)  # without a limit all would wait now
+    small = await answer(call("b"), engine)
+    assert len(await large + small) == 1001
     assert engine.rendered.index("b") < 300 + 2 * MOST_PREPARED
 
 
@@ -259,49 +229,40 @@ def test_small_call_is_rendered_before_most_of_a_large_one() -> None:
 
 
 @pytest.mark.req("FULL-08")
-def test_all_replicas_render_the_requests_of_a_call() -> None:
+@asynchronous
+async def test_all_replicas_render_the_requests_of_a_call() -> None:
     engines = [EchoEngine(i) for i in range(3)]
-
-    async def work() -> list[RolloutEnvelope]:
-        answering = asyncio.ensure_future(answer(call(*["slow"] * 6), *engines))
-        await reached(lambda: [engine.load.rendering for engine in engines] == [2, 2, 2])
-        for engine in engines:
-            engine.go.set()
-        return await answering
-
-    assert len(run(work())) == 6
+    answering = asyncio.ensure_future(answer(call(*["slow"] * 6), *engines))
+    await reached(lambda: [engine.load.rendering for engine in engines] == [2, 2, 2])
+    for engine in engines:
+        engine.go.set()
+    assert len(await answering) == 6
     assert [len(engine.rendered) for engine in engines] == [2, 2, 2]
     assert [engine.load for engine in engines] == [Load(turn=2)] * 3
 
 
 @pytest.mark.req("FULL-08", "WIRE-05")
-def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
+@asynchronous
+async def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
     """The other requests are rendered, which finds every bad one, and not generated."""
     engine = EchoEngine()
     hang = engine.script["generate"] = Hang()
-
-    async def work() -> None:
-        bad = call("a", "slow!", "fine", "b!")
-        answering = asyncio.ensure_future(answer(bad, engine))
-        await reached(lambda: bool(engine.turns))
-        engine.go.set()
-        with pytest.raises(ProblemError) as error:
-            await answering
-        assert error.value.problem.errors is not None
-        assert [e["index"] for e in error.value.problem.errors] == [1, 3]
-
-    run(work())
+    answering = asyncio.ensure_future(answer(call("a", "slow!", "fine", "b!"), engine))
+    await reached(lambda: bool(engine.turns))
+    engine.go.set()
+    problem = await refused(answering, "invalid-request")
+    assert [error["index"] for error in problem.errors or []] == [1, 3]
     assert (len(engine.turns), hang.cancelled) == (1, True)
     assert engine.rendered == ["a", "slow!", "fine", "b!"]
     assert engine.load == Load()
 
 
 @pytest.mark.req("FULL-08", "SRV-05")
-def test_a_lost_renderer_refuses_the_call() -> None:
+@asynchronous
+async def test_a_lost_renderer_refuses_the_call() -> None:
     dead = FailingRenderer(EngineDead("replica 0 is dead"))
-    with pytest.raises(ProblemError, match="replica 0 is dead") as error:
-        run(answer(call(*["a"] * 100), dead, EchoEngine(1)))
-    assert (error.value.problem.kind, error.value.problem.where) == ("not-ready", "replicas[0]")
+    answering = answer(call(*["a"] * 100), dead, EchoEngine(1))
+    assert (await refused(answering, "not-ready", "replica 0 is dead")).where == "replicas[0]"
     assert (dead.load.rendering, dead.load.tokens) == (0, 0)
 
 

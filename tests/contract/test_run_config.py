@@ -199,12 +199,7 @@ def adapter_yaml(folder: Path, lora_rank: int, enable_lora: bool = True) -> Path
 
 @pytest.mark.req("SYNC-01", "CFG-09")
 @pytest.mark.parametrize(
-    ("lora_rank", "enable_lora", "room"),
-    [
-        (65, True, 128),
-        (128, False, None),
-        (-1, True, None),
-    ],
+    ("lora_rank", "enable_lora", "room"), [(65, True, 128), (128, False, None), (-1, True, None)]
 )
 def test_the_trained_rank_is_rounded_up_to_one_of_vllm(
     tmp_path: Path, lora_rank: int, enable_lora: bool, room: int | None

@@ -1,44 +1,38 @@
-"""Metrics, access log and log formats, without an engine."""
+"""Metrics with their dashboard and alerts, access log and log formats, without an engine."""
 
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.http.access_log import log_call
-from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import COUNTS, CallRecord, Telemetry
-from rollout_server.settings.options import ServerSettings
 from shared_contracts.server_info import ReplicaStatus
+from tests.contract.running_server import samples
+from tests.contract.served_app import client_of, settings
 
 SECRET = "do-not-log-this"
-SETTINGS = ServerSettings(model=Path("/m"), device="cpu", replicas=2)
+SETTINGS = settings(replicas=2)
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ASKING = ("grafana/dashboards/rollout-server.json", "prometheus/alerts.yml")
 
 
 @pytest.fixture
 def client(caplog: pytest.LogCaptureFixture) -> TestClient:
-    """A server whose engines have not started."""
+    """Of a server whose engines have not started."""
     caplog.set_level(logging.INFO)
-    return TestClient(create_app(Pool(SETTINGS)), base_url="http://127.0.0.1")
-
-
-def samples(exposition: str) -> dict[str, float]:
-    """Values by names such as `rollout_calls_total{outcome=gone}`."""
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            values[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
-    return values
+    return client_of(replicas=2)
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
@@ -67,6 +61,35 @@ def test_gauges_show_the_current_state_of_the_server() -> None:
     assert found["rollout_weights_state{state=PUSH_NEEDED}"] == 1
     assert found["rollout_weights_state{state=READY}"] == 0
     assert "rollout_running_sequences{replica=0}" not in found
+
+
+@pytest.mark.req("WIRE-06")
+def test_panels_and_alerts_name_only_series_that_exist(client: TestClient) -> None:
+    """A series with labels has no sample before the first event; `# TYPE` has its name."""
+    series = set[str]()
+    for family in text_string_to_metric_families(client.get("/metrics/").text):
+        total = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        series |= {family.name + end for end in total.get(family.type, [""])}
+    for name in ASKING:
+        asked = set(re.findall(r"\brollout_(?!matching)\w+", (DEPLOY / name).read_text()))
+        assert asked, name
+        assert asked <= series, name
+
+
+@pytest.mark.req("SRV-06", "WIRE-06")
+def test_prometheus_scrapes_the_server_with_its_token(client: TestClient) -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    services = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+    (job,) = config["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    (secret,) = services["prometheus"]["secrets"]
+    assert port in services[host]["expose"]
+    assert f"--token-file=/run/secrets/{secret}" in services[host]["command"]
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": f"/run/secrets/{secret}"}
+    assert config["rule_files"] == ["alerts.yml"]
+    assert "./prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]
+    assert client.get(job["metrics_path"]).status_code == 200
 
 
 # --- refusals and the access log

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel
 from learner.rollout.client import RolloutClient
-from learner.rollout.server_process import free_ports
 from learner.rollout.sync.probe import ProofOfEffect, WeightsDiffer, probe_call
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import MergedWeights, SyncMode
@@ -32,8 +31,6 @@ from tests.contract.running_server import (
 )
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import (
-    BUCKET_BYTES,
-    Sender,
     Weights,
     begin_transfer,
     finish,
@@ -49,47 +46,35 @@ from tests.unit.loaded_models import load_small
 
 @dataclass
 class Pushing:
-    """A server, and weights to push.
-
-    weights: of the server before and after a test; others: different ones.
-    """
+    """A server, and other weights than those it has before and after a test."""
 
     server: RunningServer
-    weights: Weights
     others: Weights
 
     def held(self) -> tuple[str, int]:
         """State and version of the weights."""
-        info = self.server.http.get("/info/").json()
+        info = self.server.info()
         return info["weights_state"], info["weights_version"]
 
     def next_version(self) -> int:
         return self.held()[1] + 1
 
+    def pusher(self, source: MergedWeights) -> closing[WeightPusher]:
+        return self.server.pusher(SyncMode(source, None, fallback_to_full=False))
+
     def answers(self, *requests: dict[str, Any]) -> list[list[int]]:
         envelopes = self.server.infer(list(requests) or [text_request()], max_tokens=24)
         return [response_ids(envelope) for envelope in envelopes]
-
-    @contextmanager
-    def group(self) -> Iterator[Sender]:
-        (port,) = free_ports(1)
-        with weight_group(self.server.http, port) as sender:
-            yield sender
-
-    def recover(self) -> None:
-        """A full push through a new group, which waits for engines that are built again."""
-        with self.group() as sender:
-            push(self.server.http, sender, self.weights, self.next_version())
 
 
 @pytest.fixture
 def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pushing]:
     """Ends with the weights of the beginning."""
-    pushing = Pushing(server, read_weights(tied), read_weights(other_tied))
+    pushing = Pushing(server, read_weights(other_tied))
     before = pushing.answers()
     yield pushing
     if pushing.held()[0] != "READY" or pushing.answers() != before:
-        pushing.recover()
+        server.push(tied)
     assert pushing.answers() == before
 
 
@@ -99,9 +84,9 @@ def test_calls_see_the_old_version_before_an_update_and_the_new_one_after_it(
 ) -> None:
     """No sequence has weights of two versions; a call during the update waits for the end."""
     server = pushing.server
-    old = server.http.get("/health/").json()["weights_version"]
+    old = server.version
     new = old + 7
-    with pushing.group() as sender, ThreadPoolExecutor() as threads:
+    with weight_group(server.http) as sender, ThreadPoolExecutor() as threads:
         running = threads.submit(
             server.infer, [text_request()] * 4, temperature=1.0, seed=5, max_tokens=200
         )
@@ -145,7 +130,7 @@ def test_a_server_that_slept_answers_by_its_weights_and_after_a_push_by_the_new_
     assert server.http.get("/health/").status_code == 200
     assert pushing.answers(*requests) == before
     server.http.post("/sleep/", json={}).raise_for_status()
-    with pushing.group() as sender:
+    with weight_group(server.http) as sender:
         push(server.http, sender, pushing.others, pushing.next_version())
     assert pushing.answers(*requests)[1] == reference.greedy_ids(other_tied, PROMPT, [scene], 24)
 
@@ -174,11 +159,6 @@ def client(pushing: Pushing) -> RolloutClient:
     return RolloutClient(pushing.server.process.base_url, timeout_s=60.0)
 
 
-def pusher(client: RolloutClient, source: MergedWeights) -> closing[WeightPusher]:
-    mode, (port,) = SyncMode(source, None, fallback_to_full=False), free_ports(1)
-    return closing(WeightPusher(client, port, mode, "gloo", BUCKET_BYTES))
-
-
 class Changed(MergedWeights):
     """The merged weights of a model, changed."""
 
@@ -198,13 +178,13 @@ class Changed(MergedWeights):
 
 @pytest.mark.req("SYNC-02", "SYNC-05", "SYNC-06", "SYNC-10", "WIRE-03")
 def test_after_a_push_log_probabilities_are_those_of_the_learner(
-    client: RolloutClient, learner: LoadedModel
+    pushing: Pushing, client: RolloutClient, learner: LoadedModel
 ) -> None:
     """Merged, from an adapter; and asked before, where caches would be stale."""
     proof, version = ProofOfEffect(learner, "full"), client.info().weights_version + 1
     with pytest.raises(WeightsDiffer, match=r"differ from the trainer's by (0\.[1-9]|[1-9])"):
         proof.check("here", client.infer(probe_call(version - 1)), "float32")
-    with pusher(client, MergedWeights(learner.model)) as pushes:
+    with pushing.pusher(MergedWeights(learner.model)) as pushes:
         report = pushes.push(version)
     assert report.status.weights_version == version
     assert set(report.seconds) == {"pause", "transfer", "finish", "total"}
@@ -233,7 +213,7 @@ def test_the_proof_of_effect_sees_weights_that_are_not_the_trainers(
 ) -> None:
     """Digests and manifest are right: the push itself succeeds."""
     wrong = Changed(learner, lambda weights: change(weights, pushing.others))
-    with pusher(client, wrong) as pushes:
+    with pushing.pusher(wrong) as pushes:
         pushes.push(pushing.next_version())
     with pytest.raises(WeightsDiffer, match="does not compute with the weights"):
         ProofOfEffect(learner, "full").check("here", client.infer(probe_call()), "float32")
@@ -241,7 +221,7 @@ def test_the_proof_of_effect_sees_weights_that_are_not_the_trainers(
 
 @pytest.mark.req("SYNC-05", "SYNC-06", "WIRE-05")
 def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
-    pushing: Pushing, client: RolloutClient, learner: LoadedModel
+    pushing: Pushing, learner: LoadedModel
 ) -> None:
     """Left out, tied twice, another shape and another type."""
 
@@ -252,7 +232,7 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
 
     before = pushing.answers(), pushing.held()
     with (
-        pusher(client, Changed(learner, change)) as pushes,
+        pushing.pusher(Changed(learner, change)) as pushes,
         pytest.raises(WeightSyncError) as caught,
     ):
         pushes.push(pushing.next_version())
@@ -271,7 +251,7 @@ def test_a_bit_that_flips_on_the_wire_breaks_the_push_until_the_next_one(pushing
     buckets = pack(pushing.others)
     flipped = bytearray(buckets[1])
     flipped[4242] ^= 1
-    with pushing.group() as sender:
+    with weight_group(http) as sender:
         assert start(http, version, pushing.others).status_code == 200
         transfer = begin_transfer(http)
         for data in (buckets[0], bytes(flipped), *buckets[2:], trailer(buckets)):
@@ -286,7 +266,6 @@ def test_a_bit_that_flips_on_the_wire_breaks_the_push_until_the_next_one(pushing
         assert (answer.status_code, answer.json()["type"]) == (503, "urn:rollmatch:push-needed")
     assert http.get("/live/").status_code == 200
     assert pushing.held() == ("PUSH_NEEDED", version - 1)
-    pushing.recover()
 
 
 @pytest.mark.req("SYNC-04", "SYNC-07")
@@ -295,7 +274,7 @@ def test_a_newer_learner_takes_the_server_over_and_the_older_one_ends(
 ) -> None:
     source = MergedWeights(learner.model)
     newer = rf"the learner on {socket.gethostname()} \(process {os.getpid()}\)"
-    with pusher(client, source) as first, pusher(client, source) as second:
+    with pushing.pusher(source) as first, pushing.pusher(source) as second:
         first.push(pushing.next_version())
         second.connect()
         for _ in range(2):  # also with a new group
@@ -333,11 +312,7 @@ vllm.build = build
 @pytest.mark.nightly
 @pytest.mark.req("SYNC-06")
 def test_the_proof_of_effect_sees_caches_of_the_old_weights(
-    tied: Path,
-    other_tied: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tied: Path, other_tied: Path, toy_data: ToyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(STALE_ENGINE)  # Python imports it when it starts
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -346,8 +321,6 @@ def test_the_proof_of_effect_sees_caches_of_the_old_weights(
         client = RolloutClient(server.process.base_url, timeout_s=60.0)
         client.infer(probe_call())  # caches the prompts
         source = SyncMode(MergedWeights(learner.model), None, fallback_to_full=False)
-        pusher = WeightPusher(client, free_ports(1)[0], source, "gloo", 2**18)
-        pusher.push(1)
-        pusher.close()
+        server.push_by_learner(source)
         with pytest.raises(WeightsDiffer, match="does not compute with the weights"):
             ProofOfEffect(learner, "full").check("here", client.infer(probe_call(1)), "float32")

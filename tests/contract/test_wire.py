@@ -1,13 +1,35 @@
-"""The wire types against those of ms-swift (WIRE-01, WIRE-02)."""
+"""The wire types: those of ms-swift (WIRE-01, WIRE-02), the bodies of a push and its manifest."""
 
 import dataclasses
 import importlib
-from typing import Any
+import itertools
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from transformers import AutoConfig
 
+from learner.models.toy import ToyFamily
+from learner.rollout.sync.weights import MergedWeights
+from rollout_server.weights.manifest import check_manifest, checkpoint_parameters
 from shared_contracts import infer as ours
+from shared_contracts.errors import ProblemError
+from shared_contracts.weights import (
+    DTYPE_BYTES,
+    AdapterMeta,
+    DtypeName,
+    HostMemory,
+    InitCommunicator,
+    ParameterMeta,
+    SharedMemory,
+    StartWeightUpdate,
+    plan_buckets,
+)
+from tests.contract.toy_checkpoints import make_checkpoint
 
 MESSAGE = {"role": "user", "content": "hello"}
 
@@ -68,3 +90,120 @@ def test_log_probability_is_a_number_of_json() -> None:
     assert [each["logprob"] for each in content] == [-0.25, 0.0, 0.0, least, least, least]
     with pytest.raises(ValidationError):
         ours.TokenLogprob(logprob=0.5)
+
+
+# --- bodies of a push
+
+
+PARAMETER = {"name": "a", "dtype": "float32", "shape": [2, 3]}
+START = {"version": 1, "parameters": [PARAMETER], "attempt": "a"}
+INIT = {"host": "127.0.0.1", "port": 6000, "world_size": 2, "attempt": "a"}
+ADAPTER = {"r": 8, "lora_alpha": 16.0, "target_modules": ["q_proj"]}
+
+MEMORY = {"path": "/proc/1/fd/3"}
+
+SOUND: dict[type[BaseModel], dict[str, Any]] = {
+    ParameterMeta: PARAMETER,
+    AdapterMeta: ADAPTER,
+    InitCommunicator: INIT,
+    StartWeightUpdate: START,
+    HostMemory: MEMORY,
+    SharedMemory: {"slot_bytes": 1, "memory": MEMORY},
+}
+UNSOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (ParameterMeta, {"shape": [2**64]}),
+    (ParameterMeta, {"shape": [1] * 17}),
+    (ParameterMeta, {"name": "\ud800"}),
+    (StartWeightUpdate, {"version": 2**64}),
+    (StartWeightUpdate, {"parameters": []}),
+    (InitCommunicator, {"attempt": "\ud800"}),
+    (InitCommunicator, {"attempt": ""}),
+    (AdapterMeta, {"lora_alpha": float("nan")}),
+    (AdapterMeta, {"target_modules": []}),
+    (SharedMemory, {"slot_bytes": 2**64}),
+    (HostMemory, {"path": "/etc/passwd"}),
+    (HostMemory, {"path": "/proc/1/fd/../mem"}),
+]
+
+
+@pytest.mark.req("SYNC-05", "WIRE-05", "SRV-06")
+@pytest.mark.parametrize(("body", "fields"), UNSOUND)
+def test_a_body_with_an_invalid_field_is_refused(
+    body: type[BaseModel], fields: dict[str, Any]
+) -> None:
+    body.model_validate(SOUND[body])
+    with pytest.raises(ValidationError):
+        body.model_validate(SOUND[body] | fields)
+
+
+parameters = st.lists(
+    st.builds(
+        lambda dtype, shape: ParameterMeta(name="p", dtype=dtype, shape=shape),
+        st.sampled_from(sorted(DTYPE_BYTES)),
+        st.lists(st.integers(0, 40), max_size=3),
+    ),
+    max_size=30,
+)
+
+
+@given(parameters, st.integers(1, 50_000))
+def test_buckets_are_consecutive_whole_and_as_few_as_greed_allows(
+    sizes: list[ParameterMeta], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(sizes, bucket_bytes)
+    assert [each for bucket in buckets for each in bucket] == sizes
+    for bucket, following in itertools.pairwise(buckets):
+        used = sum(each.wire_bytes for each in bucket)
+        assert used <= bucket_bytes or len(bucket) == 1
+        assert used + following[0].wire_bytes > bucket_bytes
+
+
+# --- the manifest that a server expects
+
+
+EXPECTED = {"a": [2, 3], "b": [4]}
+
+
+@pytest.mark.req("SYNC-02", "SYNC-05", "SYNC-06")
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("family", get_args(ToyFamily))
+def test_a_learner_sends_what_the_server_expects(
+    tmp_path: Path, family: ToyFamily, tie: bool
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", seed=0, tie=tie, family=family)
+    (architecture,) = AutoConfig.from_pretrained(folder).architectures
+    model = getattr(transformers, architecture).from_pretrained(folder)
+    manifest = MergedWeights(model).metadata("bfloat16")
+    check_manifest(manifest, checkpoint_parameters(folder), "bfloat16")
+    wide = {each.name.rpartition(".")[2] for each in manifest if each.dtype == "float32"}
+    assert wide == ({"A_log"} if family.startswith("qwen3_5") else set())
+    sent = {each.name: each.shape for each in manifest}
+    assert checkpoint_parameters(folder) == sent
+    assert ("lm_head.weight" in sent) == (not tie)
+    assert any(".experts.0.gate_proj." in name for name in sent) == family.endswith("_moe")
+
+
+def parameter(name: str, *shape: int, dtype: DtypeName = "float32") -> ParameterMeta:
+    return ParameterMeta(name=name, dtype=dtype, shape=list(shape))
+
+
+A, B = parameter("a", 2, 3), parameter("b", 4)
+
+
+@pytest.mark.req("SYNC-05")
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        ([A], r"1 parameter.* b is sent as nothing, and the model has float32 \[4\]"),
+        ([A, B, A], r"a is sent as float32 \[2, 3\] and float32 \[2, 3\]"),
+        ([A, B, parameter("c", 1)], "c is sent as float32 .1., and the model has no such"),
+        ([A, parameter("b", 2, 2)], r"1 .* b is sent as float32 \[2, 2\], .* float32 \[4\]"),
+        ([A, parameter("b", 4, dtype="bfloat16")], "b is sent as bfloat16"),
+        ([], "2 parameter.* a is sent as nothing"),
+    ],
+)
+def test_the_first_fault_is_named(sent: list[ParameterMeta], found: str) -> None:
+    with pytest.raises(ProblemError, match=found) as caught:
+        check_manifest(sent, EXPECTED, "float32")
+    assert (caught.value.problem.kind, caught.value.problem.status) == ("manifest-mismatch", 422)
+    check_manifest([B, A], EXPECTED, "float32")

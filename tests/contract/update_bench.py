@@ -65,12 +65,23 @@ def fails(error: Exception) -> Callable[[], Awaitable[None]]:
     return fail
 
 
+async def reached(condition: Callable[[], bool]) -> None:
+    """Wait until it holds, for a minute at most."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 async def refused(call: Awaitable[object], kind: str, found: str | None = None) -> Problem:
     """Return the problem of `call`."""
     with pytest.raises(ProblemError, match=found) as caught:
         await call
     assert caught.value.problem.kind == kind
     return caught.value.problem
+
+
+async def out_of_order(call: Awaitable[object], found: str) -> None:
+    await refused(call, "weight-update-order", found)
 
 
 class Engines(list[ScriptedEngine]):
@@ -141,6 +152,9 @@ class Bench:
 
     async def finish(self) -> SyncReport:
         return await self.pushes.finish_weight_update(GroupCall(attempt=self.attempt))
+
+    async def close(self, attempt: str) -> None:
+        await self.pushes.close_communicator(GroupCall(attempt=attempt))
 
     async def push(self, version: int) -> SyncReport:
         await self.start(version)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from learner.rollout.server_process import free_ports
 from shared_contracts.weights import ParameterMeta, plan_buckets
 
 BUCKET_BYTES = 2**20
@@ -102,9 +103,10 @@ def manifest(weights: Weights) -> list[ParameterMeta]:
 
 @contextmanager
 def weight_group(
-    http: httpx.Client, port: int, world_size: int = 2, timeout_s: float = 30.0
+    http: httpx.Client, world_size: int = 2, timeout_s: float = 30.0
 ) -> Iterator[Sender]:
     """Form the group with the server; leave it at the end."""
+    (port,) = free_ports(1)
     body = CALL | {"host": "127.0.0.1", "port": port, "world_size": world_size}
     body |= {"bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
     posting = Posting(http, "/init_communicator/", body)

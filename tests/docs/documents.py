@@ -17,7 +17,7 @@ from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.run_folder import RunFolder
-from tests.contract.running_server import START_TIMEOUT_S
+from tests.contract.running_server import START_TIMEOUT_S, by_servers
 from tests.integration.ranks import Nursery
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,6 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The blocks of all documents in these languages."""
     paths = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")]
     fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return [
@@ -121,7 +120,8 @@ def open_world(folder: Path, model: Path, serve: str, nursery: Nursery) -> Itera
         (folder / "my_run.yaml").write_text(dump_mapping(training(server.base_url)))
         world.write_config("train.yaml", rollout_matching={"max_new_tokens": 80})
         (folder / "runs" / "first").mkdir(parents=True)
-        world.write_config("runs/first/two_channel.yaml", rollout_matching=servers(new_address()))
+        vllm = by_servers(f"http://127.0.0.1:{free_ports(1)[0]}")
+        world.write_config("runs/first/two_channel.yaml", rollout_matching={"vllm": vllm})
         (folder / "runs" / "first" / "two_channel").symlink_to(folder / RUN)
         server.wait_until_healthy(START_TIMEOUT_S)
         yield world
@@ -152,7 +152,6 @@ def make_faulty(toy: ToyData) -> None:
 
 
 def training(base_url: str) -> dict[str, object]:
-    """The demo's warm-up with both channels and a few small steps."""
     return {
         "extends": "configs/demo/warmup.yaml",
         "model": {"model": "CHECKPOINT"},
@@ -166,14 +165,5 @@ def training(base_url: str) -> dict[str, object]:
             "resume": "auto",
         },
         "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-        "rollout_matching": {"max_new_tokens": 16, **servers(base_url)},
+        "rollout_matching": {"max_new_tokens": 16, "vllm": by_servers(base_url)},
     }
-
-
-def servers(base_url: str) -> dict[str, object]:
-    (group_port,) = free_ports(1)
-    return {"vllm": {"server": {"servers": [{"base_url": base_url, "group_port": group_port}]}}}
-
-
-def new_address() -> str:
-    return f"http://127.0.0.1:{free_ports(1)[0]}"

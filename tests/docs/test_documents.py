@@ -15,15 +15,7 @@ from learner.data.toy import make_data
 from learner.runs.run_folder import RunFolder
 from rollout_server.settings.options import ServerSettings, load_settings
 from tests.contract.running_server import START_TIMEOUT_S
-from tests.docs.documents import (
-    LAST_STEP,
-    ROOT,
-    Block,
-    World,
-    blocks,
-    open_world,
-    start_server,
-)
+from tests.docs.documents import LAST_STEP, ROOT, Block, World, blocks, open_world, start_server
 from tests.integration.ranks import Nursery
 
 SHELL = blocks("sh")
@@ -63,7 +55,7 @@ def world(
 @pytest.mark.parametrize(
     "command",
     [
-        # tests/integration/test_launch.py launches, too.
+        # tests/integration/test_commands.py launches, too.
         pytest.param(c, marks=pytest.mark.nightly if "learner launch" in c else ())
         for c in COMMANDS
     ],
@@ -95,8 +87,7 @@ def test_a_documented_command_for_gpus_lacks_nothing_else(command: str, world: W
 @pytest.mark.nightly  # test_replicas.py and others start servers with these options
 @pytest.mark.req("SRV-01")
 @pytest.mark.parametrize(
-    "command",
-    sorted({c for b in SHELL for c in b.commands if SERVERS.match(c) and c != SERVE}),
+    "command", sorted({c for b in SHELL for c in b.commands if SERVERS.match(c) and c != SERVE})
 )
 def test_a_documented_server_starts(command: str, world: World) -> None:
     settings = {"model": str(world.folder / "CHECKPOINT"), "device": "cpu"}

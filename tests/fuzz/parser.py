@@ -23,12 +23,7 @@ with atheris.instrument_imports(include=["learner"]):
     from learner.stages.formats.coord_json import COORD_JSON
     from learner.stages.formats.objects_array import OBJECTS_ARRAY
     from tests.unit.answers import BIRD, CAT, FRAGMENTS, ROOF, encode, entry, text_of
-    from tests.unit.format_readers import (
-        LINE_FRAGMENTS,
-        LIST_FRAGMENTS,
-        check_lines,
-        check_list,
-    )
+    from tests.unit.format_readers import LINE_FRAGMENTS, LIST_FRAGMENTS, check_lines, check_list
     from tests.unit.parse_invariants import check_parsed
     from tests.unit.toy_bpe import train_toy_tokenizer
 
@@ -82,10 +77,7 @@ def one_input(data: bytes) -> None:
 
 
 def check_continued(
-    answers: AnswerFormat,
-    ids: list[int],
-    missed: list[GroundTruthObject],
-    order: FieldOrder,
+    answers: AnswerFormat, ids: list[int], missed: list[GroundTruthObject], order: FieldOrder
 ) -> None:
     """The prefix, with objects appended, reads back as what it had and those."""
     parsed = answers.parse(ids, TOKENIZER)

@@ -34,7 +34,6 @@ BESIDE_S = 60.0
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """The timeout of a test, and what the process around it takes."""
     marked = item.get_closest_marker("timeout")
     seconds = float(item.config.getini("timeout") if marked is None else marked.args[0])
     return seconds + BESIDE_S

@@ -1,4 +1,4 @@
-"""A training step on a GPU: attention by torch's kernel, memory beside the estimate, a trace."""
+"""A training step on a GPU: attention, losses, memory beside the estimate, a trace, offloading."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
@@ -16,20 +16,19 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.attention import (
-    attention_of,
-    image_attention,
-    packed_attention,
-    packed_bounds,
-)
-from learner.models.load import LoadedModel, load_model, prepared
+from learner.models.attention import attention_of, image_attention, packed_attention, packed_bounds
+from learner.models.load import LoadedModel, Offload, load_model, prepared
 from learner.models.packed_forward import check_packing
 from learner.models.packs import Pack
+from learner.objectives.logit_stats import ForwardStats, Supervision
+from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.operate.step_cost import longest_pack, meta_model, step_costs
 from learner.training.channels import Recipe, recipe_of
 from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from tests.unit.full_size_models import make_full_size, make_samples
+from tests.unit.loss_rows import COORD_IDS, EVERYTHING, VOCAB, annotation_row
+from tests.unit.packed_logits import as_given
 from tests.unit.small_run import small_mapping
 
 pytestmark = pytest.mark.gpu
@@ -40,13 +39,13 @@ LENGTHS = [300, 17, 513, 64]
 def within_segments(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Of text: causal."""
     known = packed_bounds(bounds, max(LENGTHS))
-    return packed_attention(torch.nn.Module(), q, k, v, None, 0.125, **known)[0]
+    return packed_attention(nn.Module(), q, k, v, None, 0.125, **known)[0]
 
 
 def within_images(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Of the vision tower."""
     known: dict[str, Any] = {"patch_bounds": bounds, "longest_image": max(LENGTHS)}
-    return image_attention(torch.nn.Module(), q, k, v, None, 0.125, **known)[0]
+    return image_attention(nn.Module(), q, k, v, None, 0.125, **known)[0]
 
 
 @pytest.mark.req("FULL-01", "PACK-04")
@@ -80,10 +79,44 @@ def test_torchs_kernel_equals_attention_segment_by_segment(
         assert distance < 3e-2
 
 
+def loss_of(logits: Tensor, row: Supervision) -> PackLoss:
+    pipeline = Pipeline(EVERYTHING, COORD_IDS)
+    selection = pipeline.select(row.to(logits.device), "A")
+    reading = pipeline.reader(selection).anchor(as_given(logits))
+    return pipeline(ForwardStats(reading, reading), selection, "A")
+
+
+@pytest.mark.req("LOSS-05", "LOSS-06")
+def test_loss_and_gradient_are_those_of_the_cpu() -> None:
+    row = annotation_row()
+    draw = torch.Generator().manual_seed(0)
+    there = torch.randn(len(row.roles), VOCAB, generator=draw).requires_grad_()
+    here = there.detach().cuda().requires_grad_()
+    found, expected = loss_of(here, row), loss_of(there, row)
+    found.total.backward()
+    expected.total.backward()
+    assert found.atoms == pytest.approx(expected.atoms, rel=1e-4)
+    assert found.diagnostics == pytest.approx(expected.diagnostics, rel=1e-4)
+    assert here.grad is not None
+    assert there.grad is not None
+    assert torch.allclose(here.grad.cpu(), there.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.req("LOSS-04")
+def test_a_wide_vocabulary_takes_one_gradient_and_a_few_chunks() -> None:
+    row, width = annotation_row(), 2**24
+    logits = torch.randn(len(row.roles), width, device="cuda", dtype=torch.bfloat16)
+    logits.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss_of(logits, row).total.backward()
+    taken = torch.cuda.max_memory_allocated() - before
+    chunk = 4 * width
+    assert taken < logits.nbytes + 4 * chunk
+
+
 @dataclass(frozen=True)
 class Learning:
-    """A model with its optimizer and a pack on the GPU."""
-
     loaded: LoadedModel
     recipe: Recipe
     optimizer: torch.optim.Optimizer
@@ -145,7 +178,6 @@ def wide_mapping(folder: Path, toy_data: ToyData) -> dict[str, Any]:
 
 
 def wide_model(config: Config) -> LoadedModel:
-    """Random weights on the GPU."""
     described = AutoConfig.from_pretrained(config.model.model)
     model = Qwen3VLForConditionalGeneration._from_config(
         described, attn_implementation=attention_of("auto")
@@ -180,3 +212,24 @@ def test_the_kernels_of_a_step_are_the_fast_ones(
     assert any("flash_attention_forward" in name for name in names), sorted(names)
     assert any("fused_adamw" in name for name in names), sorted(names)
     assert not any("conv3d" in name or "efficient_attention" in name for name in names)
+
+
+@pytest.mark.req("ROLL-03")
+def test_offloading_frees_the_memory_of_the_gpu() -> None:
+    model = nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = [weight.clone() for weight in model.parameters()]
+    before_bytes = torch.cuda.memory_allocated()
+    offload, buffers = Offload(model, optimizer), []
+    for _ in range(2):
+        with offload.room():
+            assert torch.cuda.memory_allocated() < before_bytes - 3 * 4096 * 4096 * 4 + 2**20
+            assert all(weight.is_pinned() for weight in model.parameters())
+            buffers.append([weight.data_ptr() for weight in model.parameters()])
+        assert {weight.device.type for weight in model.parameters()} == {"cuda"}
+        assert all(map(torch.equal, model.parameters(), weights))
+    assert buffers[0] == buffers[1]
+    optimizer.step()

@@ -7,31 +7,28 @@ guard ends its answers.
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner.config import dump_mapping, parse_config
+from learner.config import load_config, merge
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import ToyFamily, make_model
 from learner.runs.rollout_log import StepAnswer
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import children, wait_until_gone
 from tests.contract.test_repeat_terminate import trigger
-from tests.integration.alignment import check_alignment, logged_answers
-from tests.unit.small_run import small_mapping
+from tests.integration.runs import check_alignment, logged_answers, write_config
+from tests.started_command import LIMIT_S, StartedCommand
 
 pytestmark = [pytest.mark.slow]
 
 PROCESSES, STEPS, SAMPLES = 2, 2, 4
 LEARNER = str(Path(sys.executable).with_name("learner"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-LIMIT_S = 400.0  # only a run that hangs takes so long
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
 )
@@ -39,41 +36,28 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 ENDLESS = {"max_steps": 10_000, "save_steps": 10_000}
 
 
-class Run:
-    """A started run whose every push is proven by the answers of the server; it has a `log`."""
+class Run(StartedCommand):
+    """A run whose every push is proven by the answers of the server."""
 
     def __init__(
         self, world: "World", folder: Path, processes: int = PROCESSES, **sections: Any
     ) -> None:
-        rollout = {
-            "rollout_backend": "vllm",
-            "max_new_tokens": 24,
-            "repeat_terminate": GUARD.model_dump(),
+        own = {
+            "training": {"effective_batch_size": SAMPLES},
+            "stage2_ab": {"schedule": {"b_ratio": 1.0}},
+            "rollout_matching": {
+                "rollout_backend": "vllm",
+                "max_new_tokens": 24,
+                "repeat_terminate": GUARD.model_dump(),
+                "vllm": {"mode": "colocate", "server": None, "sync": {"verify": "full"}},
+            },
         }
-        self.config = small_mapping(
-            world.model,
-            world.data,
-            folder / "run",
-            training={"effective_batch_size": SAMPLES} | sections.get("training", {}),
-            stage2_ab={"schedule": {"b_ratio": 1.0}},
-            rollout_matching=rollout | sections.get("rollout_matching", {}),
-        )
-        vllm = {"mode": "colocate", "sync": {"verify": "full"}}
-        self.config["rollout_matching"]["vllm"] = vllm | sections.get("vllm", {})
-        self.config["model"] |= sections.get("model", {})
-        self.folder, file = folder / "run", folder / "run.yaml"
-        file.write_text(dump_mapping(self.config))
-        self._log = folder / "log"
-        learner = [LEARNER, "train", "--config", str(file)]
+        sections = merge(own, sections)
+        self.file = write_config(world.model, world.data, folder, **sections)
+        self.folder = folder / "run"
+        learner = [LEARNER, "train", "--config", str(self.file)]
         several = [*TORCHRUN, str(processes)] if processes > 1 else []
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*several, *learner], stdout=log, stderr=subprocess.STDOUT
-            )
-
-    @property
-    def printed(self) -> str:
-        return self._log.read_text()
+        super().__init__([*several, *learner], folder / "log")
 
     def logged(self) -> list[dict[str, Any]]:
         metrics = self.folder / "metrics.jsonl"
@@ -92,14 +76,12 @@ class Run:
 
     def kill_a_process(self) -> None:
         """After the first steps. The other process and the server end, too."""
-        while len(self.logged()) <= STEPS:
-            assert self.process.poll() is None, self.printed
-            time.sleep(0.1)
+        self.wait_for(lambda: len(self.logged()) > STEPS)
         learners = children(self.process.pid)
         started = [each for learner in learners for each in (learner, *children(learner))]
         assert len(started) > PROCESSES  # the server, too
         os.kill(learners[-1], signal.SIGKILL)
-        assert self.process.wait(LIMIT_S) != 0
+        assert self.code() != 0
         assert wait_until_gone(started, LIMIT_S) == []
 
 
@@ -128,13 +110,13 @@ def run(toys: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.req("ROLL-01", "ROLL-03", "CHB-01")
 def test_vllm_backend_produces_token_ids_suitable_for_strict_alignment(run: Run) -> None:
     assert len(run.answers) == STEPS * SAMPLES
-    check_alignment(parse_config(run.config), run.answers)
+    check_alignment(load_config(run.file), run.answers)
 
 
 @pytest.mark.req("ROLL-03", "SYNC-06")
 def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
     """Each step changes weights. Before the next one each process pushes to its own worker."""
-    assert "2 replicas" in run.printed
+    assert "2 replicas" in run.printed()
     assert [step["step"] for step in run.steps] == [1, 2]
     assert all(step["grad_norm"] > 0 for step in run.steps)
     assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in run.steps)
@@ -157,7 +139,10 @@ def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> N
 
 
 # What vLLM's CPU build needs for linear attention.
-LINEAR = {"model": {"torch_dtype": "bfloat16"}, "vllm": {"enable_prefix_caching": False}}
+LINEAR = {
+    "model": {"torch_dtype": "bfloat16"},
+    "rollout_matching": {"vllm": {"enable_prefix_caching": False}},
+}
 OTHER_FAMILIES: dict[ToyFamily, dict[str, Any]] = {
     "qwen2_5_vl": {},
     "qwen3_vl_moe": {},
@@ -174,11 +159,11 @@ def test_each_family_runs_beside_its_own_server(
 ) -> None:
     make_model(tmp_path / "model", seed=0, family=family)
     training = {"max_steps": STEPS, "save_steps": STEPS}
-    changes = OTHER_FAMILIES[family] | {"rollout_matching": {"offload": OFFLOAD}}
+    changes = merge(OTHER_FAMILIES[family], {"rollout_matching": {"offload": OFFLOAD}})
     run = Run(World(tmp_path / "model", toys.data), tmp_path, 1, training=training, **changes)
-    assert run.process.wait(LIMIT_S) == 0, run.printed
+    assert run.code() == 0, run.printed()
     assert len(run.answers) == STEPS * SAMPLES
-    check_alignment(parse_config(run.config), run.answers)
+    check_alignment(load_config(run.file), run.answers)
     assert all(step["sync/pushes"] == 1 and step["sync/probe_s"] > 0 for step in run.steps)
     versions = [step["sync/weights_version"] for step in run.steps]
     assert {answer.weights_version[1] for answer in run.answers} == set(versions)

@@ -11,20 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration
 
 from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
-from learner.rollout.client import RolloutClient
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import MergedWeights, SyncMode
+from learner.rollout.sync.weights import SyncMode
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig
-from shared_contracts.weights import DtypeName, GroupCall, SyncReport
+from tests.contract.dying_pusher import ClientWithPhases, WeightsWithPhase
 from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children, is_engine
+from tests.contract.toy_checkpoints import read_weights
 
 REQUESTS = 8
 MAX_TOKENS = 64
@@ -34,49 +32,15 @@ BUCKET_BYTES = 2**16
 pytestmark = [pytest.mark.slow]
 
 
-# Actions at named moments, each taken once.
-Moments = dict[str, Callable[[], None]]
-
-
-def take(moments: Moments, moment: str) -> None:
-    moments.pop(moment, lambda: None)()
-
-
-class ClientWithMoments(RolloutClient):
-    """The learner's client, with moments before and after its calls."""
-
-    def __init__(self, base_url: str, moments: Moments) -> None:
-        super().__init__(base_url, 120.0, live_interval_s=0.5)
-        self._moments = moments
-
-    def finish_weight_update(self, body: GroupCall) -> SyncReport:
-        take(self._moments, "finish")
-        report = super().finish_weight_update(body)
-        take(self._moments, "finished")
-        return report
-
-
-class WeightsWithMoment(MergedWeights):
-    """Weights of a model, with a moment in the middle of the transfer."""
-
-    def __init__(self, model: Qwen3VLForConditionalGeneration, moments: Moments) -> None:
-        super().__init__(model)
-        self._moments = moments
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        middle = len(self.metadata(dtype)) // 2
-        for number, named in enumerate(super().tensors(dtype)):
-            if number == middle:
-                take(self._moments, "transfer")
-            yield named
-
-
 @dataclass
 class Play:
-    """A supervised server and a learner that uses it. version: of the last push."""
+    """A supervised server and a learner that uses it. version: of the last push.
+
+    actions: by the phase of a push that they come before, each taken once.
+    """
 
     server: SupervisedServer
-    moments: Moments
+    actions: dict[str, Callable[[], None]]
     backend: ServerPool
     version: int = 0
 
@@ -113,14 +77,18 @@ def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory)
         lambda: ServerProcess(options, folder / "server.log", port), START_TIMEOUT_S, [0.1] * 9
     )
     try:
-        moments: Moments = {}
-        model = Qwen3VLForConditionalGeneration.from_pretrained(other_tied)
-        mode = SyncMode(WeightsWithMoment(model, moments), None, fallback_to_full=False)
-        client, (group_port,) = ClientWithMoments(server.base_url, moments), free_ports(1)
+        actions: dict[str, Callable[[], None]] = {}
+
+        def at(phase: str) -> None:
+            actions.pop(phase, lambda: None)()
+
+        weights = WeightsWithPhase(read_weights(other_tied), at)
+        mode, (group_port,) = SyncMode(weights, None, fallback_to_full=False), free_ports(1)
+        client = ClientWithPhases(server.base_url, 120.0, at, live_interval_s=0.5)
         pusher = WeightPusher(client, group_port, mode, "gloo", BUCKET_BYTES)
         backend = ServerPool([client], [pusher], REQUESTS, Journal())
         backend.connect()
-        yield Play(server, moments, backend)
+        yield Play(server, actions, backend)
         backend.close()
     finally:
         server.stop()
@@ -148,7 +116,7 @@ def test_after_a_kill_in_a_push_the_next_answers_are_of_its_weights(
 ) -> None:
     """At `finished` the server has answered 200, and the push has succeeded."""
     kill = {"server": play.kill_server, "engine": play.kill_engine}[victim]
-    play.moments[moment] = kill
+    play.actions[moment] = kill
     play.push()
     assert play.ask() == undisturbed
-    assert not play.moments
+    assert not play.actions

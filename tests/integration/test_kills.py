@@ -25,10 +25,9 @@ from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.runs.checkpoint import newest_checkpoint
 from learner.stages.schedule import channel_for_step
-from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
-from tests.integration.alignment import logged_answers
+from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer, by_servers, samples
 from tests.integration.ranks import RUN_S, Nursery, Ranks, wait_until
-from tests.integration.shared_server import address_of, give_back
+from tests.integration.runs import logged_answers
 from tests.unit.small_run import metric_lines, small_mapping
 
 STEPS = 8
@@ -51,7 +50,6 @@ class World:
 
     def config(self, name: str, servers: list[str], **changes: Any) -> Path:
         """changes: sections, merged over those of a run whose channels take turns."""
-        addresses = [address_of(url) for url in servers]
         sections: dict[str, Any] = {
             "training": {
                 "max_steps": STEPS,
@@ -63,8 +61,7 @@ class World:
             "rollout_matching": {
                 "decode_batch_size": 4,
                 "max_new_tokens": 64,
-                "repeat_terminate": {"enabled": False},
-                "vllm": {"mode": "server", "server": {"servers": addresses, "timeout_s": 120}},
+                "vllm": by_servers(*servers),
             },
         }
         file, out = self.folder / f"{name}.yaml", self.folder / name
@@ -119,7 +116,7 @@ def world(
         yield World(server.process.base_url, kept, data, tied, folder, started)
     finally:
         kept.stop()
-        give_back(server, tied)
+        server.push(tied)
 
 
 def get(url: str, path: str) -> str:
@@ -136,9 +133,8 @@ def decoding(url: str, run: Run) -> Callable[[], bool]:
     def now() -> bool:
         if not (run.folder / "run.json").exists():
             return False
-        lines = get(url, "/metrics/").splitlines()
-        counts = [line for line in lines if line.startswith("rollout_running_sequences{")]
-        return any(float(line.split()[-1]) > 0 for line in counts)
+        running = samples(get(url, "/metrics/"))
+        return any(running[name] for name in running if name.startswith("rollout_running_seq"))
 
     return now
 

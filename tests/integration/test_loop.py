@@ -5,8 +5,6 @@ have that object and another one, so each answer has a match and misses an objec
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +15,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
-from learner.data.toy import make_data
+from learner.config import load_config
+from learner.data.toy import ToyData, make_data
 from learner.runs.run_folder import RunFolder
 from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
 from learner.training.train import train
-from tests.contract.running_server import RunningServer
-from tests.integration.alignment import check_alignment, logged_answers
-from tests.integration.shared_server import address_of, give_back
-from tests.unit.grouped import GROUPED, POLICY_GRADIENT
-from tests.unit.small_run import WARMUP, metric_lines
+from tests.contract.running_server import RunningServer, by_servers
+from tests.integration.ranks import Nursery
+from tests.integration.runs import check_alignment, logged_answers, write_config
+from tests.unit.grouped import POLICY_GRADIENT, group_config
+from tests.unit.small_run import metric_lines, run_quietly, small_config
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "configs" / "demo"
 SCENES, MEMORY_STEPS, STEPS = 4, 60, 4
 MEMORIZED = {"desc": "red ellipse", "bbox_2d": [100, 200, 300, 400]}
 MISSED = {"desc": "blue triangle", "bbox_2d": [500, 500, 900, 900]}
@@ -45,7 +41,6 @@ class Run:
     lines: list[dict[str, Any]]
 
     def of(self, channel: str) -> list[dict[str, Any]]:
-        """The lines of the steps of a channel."""
         wanted = float(channel == "B")
         return [line for line in self.lines if line.get("step/channel_b") == wanted]
 
@@ -55,60 +50,54 @@ def run(
     server: RunningServer,
     tied: Path,
     toy_checkpoint: Path,
+    started: Nursery,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Run]:
     """A run of `learner train` in which channels A and B take turns."""
     folder = tmp_path_factory.mktemp("loop")
     drawn = make_data(server.media / "loop", train=SCENES, val=1, seed=0)
-    own = {
-        "data": {"train_jsonl": str(drawn.train_jsonl), "val_jsonl": str(drawn.val_jsonl)},
-        "training": {"output_dir": str(folder / "two"), "max_steps": STEPS, "save_steps": STEPS},
-        "model": {"model": str(memorizing(toy_checkpoint, drawn.train_jsonl, folder))},
-        "rollout_matching": {
-            "repeat_terminate": {"enabled": False},
+    model = memorizing(toy_checkpoint, drawn, folder)
+    annotate(drawn.train_jsonl, MEMORIZED, MISSED)
+    config = write_config(
+        model,
+        drawn,
+        folder,
+        training={
+            "effective_batch_size": SCENES,
+            "learning_rate": 1e-4,
+            "max_steps": STEPS,
+            "save_steps": STEPS,
+        },
+        stage2_ab={"schedule": {"b_ratio": 0.5}},
+        rollout_matching={
+            "max_new_tokens": 96,
             "logprobs": True,
             "max_logprob_mismatch": MOST_MISMATCH,
-            "vllm": {"server": {"servers": [address_of(server.process.base_url)]}},
+            "vllm": by_servers(server.process.base_url),
         },
-    }
-    annotate(drawn.train_jsonl, MEMORIZED, MISSED)
-    mapping = merge(load_mapping(DEMO / "two_channel.yaml"), own)
-    mapping["training"] |= {"effective_batch_size": SCENES, "learning_rate": 1e-4}
-    config = folder / "two.yaml"
-    config.write_text(dump_mapping(mapping))
-    learner = [sys.executable, "-c", "from learner.cli import main; main()"]
+    )
     try:
-        done = subprocess.run(
-            [*learner, "train", "--config", str(config)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        yield Run(folder / "two", metric_lines(folder / "two"))
+        code, printed = started.run(["train", "--config", str(config)], folder)
+        assert code == 0, printed
+        yield Run(folder / "run", metric_lines(folder / "run"))
     finally:
-        give_back(server, tied)
+        server.push(tied)
 
 
-def memorizing(model: Path, scenes: Path, folder: Path) -> Path:
+def memorizing(model: Path, scenes: ToyData, folder: Path) -> Path:
     """A checkpoint that answers all scenes with `MEMORIZED`: channel A alone, without a server."""
-    annotate(scenes, MEMORIZED)
+    annotate(scenes.train_jsonl, MEMORIZED)
     training = {
-        "output_dir": str(folder / "memory"),
         "max_steps": MEMORY_STEPS,
         "save_steps": MEMORY_STEPS,
         "effective_batch_size": SCENES,
         "learning_rate": 4e-3,
     }
-    own = {
-        "model": {"model": str(model)},
-        "data": {"train_jsonl": str(scenes), "val_jsonl": None},
-        "training": training,
-    }
-    config = parse_config(merge(load_mapping(DEMO / "warmup.yaml"), own))
-    out = train(config, check_inputs(config), [], Console(quiet=True))
+    out = run_quietly(small_config(model, scenes, folder / "memory", training=training))
     return out / f"checkpoint-{MEMORY_STEPS}"
 
 
 def annotate(scenes: Path, *objects: dict[str, Any]) -> None:
-    """Give every scene of a file these objects."""
     lines = [json.loads(line) | {"objects": objects} for line in scenes.read_text().splitlines()]
     scenes.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -164,30 +153,28 @@ def test_a_run_learns_from_groups_of_sampled_answers_and_is_replayed(
     samples, size, steps = 2, 4, 2
     drawn = make_data(server.media / "groups", train=samples * steps, val=1, seed=0)
     module = POLICY_GRADIENT | {"config": POLICY_GRADIENT["config"] | {"kl_weight": 0.1}}
-    own: dict[str, Any] = {
-        "model": {"model": str(toy_checkpoint)},
-        "data": {"train_jsonl": str(drawn.train_jsonl), "val_jsonl": None},
-        "training": {
-            "output_dir": str(tmp_path / "run"),
+    config = group_config(
+        toy_checkpoint,
+        drawn,
+        tmp_path / "run",
+        training={
             "max_steps": steps,
             "save_strategy": "no",
             "effective_batch_size": samples,
             "learning_rate": 1e-3,
         },
-        "stage2_ab": {"pipeline": {"objective": [module]}},
-        "group_relative": {"group_size": size},
-        "rollout_matching": {
+        stage2_ab={"pipeline": {"objective": [module]}},
+        group_relative={"group_size": size},
+        rollout_matching={
             "max_new_tokens": 24,
-            "max_logprob_mismatch": 1e-3,
-            "repeat_terminate": {"enabled": False},
-            "vllm": {"server": {"servers": [address_of(server.process.base_url)]}},
+            "max_logprob_mismatch": MOST_MISMATCH,
+            "vllm": by_servers(server.process.base_url),
         },
-    }
-    config = parse_config(merge(merge(load_mapping(WARMUP), GROUPED), own))
+    )
     try:
         folder = train(config, check_inputs(config), reach_servers(config), Console(quiet=True))
     finally:
-        give_back(server, tied)
+        server.push(tied)
     logged = metric_lines(folder, "step/channel_b")
     assert [line["step/channel_b"] for line in logged] == [1.0] * steps
     for number, line in enumerate(logged, start=1):

@@ -1,6 +1,5 @@
 """`swift sft` with our plugin against `learner train`, over the same YAML (RUN-02)."""
 
-import io
 import os
 import subprocess
 import sys
@@ -11,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from safetensors.torch import load_file
 
 import learner.adapters
 from learner.config import load_config
 from learner.data.toy import make_data
 from learner.models.toy import make_model
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
 from tests.docs.documents import blocks
-from tests.unit.small_run import metric_lines, small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +35,6 @@ TIMED = {
 
 @dataclass(frozen=True)
 class Runs:
-    """The run folders of `learner train` and `swift sft`, and the folder of ms-swift's records."""
-
     ours: Path
     swifts: Path
     records: Path
@@ -61,8 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             rollout_matching={"rollout_backend": "hf", "decode_batch_size": 4},
         )
         (root / f"{name}.yaml").write_text(yaml.safe_dump(mapping))
-    config = load_config(root / "ours.yaml")
-    train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    run_quietly(load_config(root / "ours.yaml"))
     swift_sft(root)
     return Runs(root / "ours", root / "swifts", root / "records")
 

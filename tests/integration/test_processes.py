@@ -5,9 +5,6 @@ forwards of one process and of several are equal, so losses and updates are, too
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +23,7 @@ from learner.models.toy import ToyFamily, make_model
 from learner.training.train import order_of
 from tests.integration.process_run import run
 from tests.integration.ranks import Nursery
+from tests.integration.runs import torchrun
 from tests.unit.small_run import metric_lines, small_mapping
 
 pytestmark = [pytest.mark.slow]
@@ -157,24 +155,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(folder, models, data)
 
 
-def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -> dict[str, Run]:
-    group = f"of_{processes}"
-    files = world.configs(group, changes)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = ["-m", "tests.integration.process_run", str(world.folder / group)]
-    done = subprocess.run(
-        [*launch, f"--nproc-per-node={processes}", *program, *map(str, files)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-20000:]
-    assert "Warning" not in done.stderr
-    return world.runs(group, files)
-
-
 @pytest.fixture(scope="module")
 def alone(world: World) -> dict[str, Run]:
     files = world.configs(
@@ -190,7 +170,11 @@ def alone(world: World) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def two(world: World) -> dict[str, Run]:
-    return torchrun(world, 2, OF_TWO)
+    files = world.configs("of_2", OF_TWO)
+    program = ["tests.integration.process_run", str(world.folder / "of_2"), *map(str, files)]
+    printed = torchrun("-m", *program, environment={"PYTHONFAULTHANDLER": "1"}, timeout_s=RUN_S)
+    assert "Warning" not in printed
+    return world.runs("of_2", files)
 
 
 def assert_same(one: Run, other: Run) -> None:

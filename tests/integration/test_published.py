@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from learner.data.toy import ToyData
 from learner.models.load import read_model, read_processor
 from learner.models.prompts import encode_request
 from learner.models.toy import ToyFamily, make_model
 from learner.operate.export import export, logits_of
 from learner.rollout.sync.probe import prompts
-
-pytestmark = pytest.mark.req("RUN-01")
+from tests.unit.small_run import run_quietly, small_config
 
 OLD = "transformers==4.57.6"
 # Run by an interpreter with that version: ids of a text, and logits of ids with an image.
@@ -45,6 +45,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
+@pytest.mark.req("RUN-01")
 def test_an_export_has_the_names_of_published_checkpoints(exported: Path) -> None:
     """Both forms are one config for transformers 5."""
     before, after = (exported / name for name in ("model", "exported"))
@@ -65,6 +66,7 @@ def test_an_export_has_the_names_of_published_checkpoints(exported: Path) -> Non
     assert ropes[0] == ropes[1]
 
 
+@pytest.mark.req("RUN-01")
 def test_files_that_a_run_did_not_change_are_copied_byte_for_byte(
     exported: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def old_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.req("RUN-01")
 @pytest.mark.nightly
 def test_transformers_4_57_loads_an_export_and_computes_the_same(
     old_python: Path, exported: Path
@@ -123,3 +126,19 @@ def test_transformers_4_57_loads_an_export_and_computes_the_same(
     ours = processor.image_processor.size
     assert size == [ours["shortest_edge"], ours["longest_edge"]]
     assert torch.allclose(torch.load(out), logits_of(model, processor, "image"), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.req("RUN-01")
+def test_an_exported_adapter_is_served_by_vllm(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "use_dora": True}
+    training = {"max_steps": 1, "save_steps": 1, "warmup_ratio": 0.0}
+    config = small_config(
+        toy_checkpoint, toy_data, tmp_path / "run", tuner=tuner, training=training
+    )
+    run_quietly(config)
+    adapter, out = tmp_path / "run" / "checkpoint-1", tmp_path / "exported"
+    proofs = export(adapter, out, "auto", "all")
+    assert [proof.split()[0] for proof in proofs] == ["transformers", "vLLM"]

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from learner.config import dump_mapping
-from learner.data.toy import ToyData, make_data
+from learner.data.toy import make_data
 from learner.runs.run_folder import METRICS
 from tests.contract.running_server import CPU, START_TIMEOUT_S
-from tests.unit.small_run import metric_lines, small_mapping
+from tests.integration.runs import write_config
+from tests.unit.small_run import metric_lines
 
 TOOLS = ("unshare", "nsenter", "ip")
 SERVER_ADDRESS = "10.77.0.1"
@@ -174,15 +174,6 @@ class FarServer:
                     return
 
 
-@contextmanager
-def ended(process: "subprocess.Popen[Any]") -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 pytestmark = [pytest.mark.nightly]
 
 RENDEZVOUS_PORT = 29_500
@@ -208,9 +199,12 @@ def far(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far]:
     try:
         with two_hosts() as (here, there):
             server = FarServer(here, tied, tmp_path_factory.mktemp("far"))
-            with ended(server.process):
+            try:
                 server.wait_for(200)
                 yield Far(server, here, there, tied)
+            finally:
+                server.process.terminate()
+                server.process.wait(60)
     except NotAllowed as reason:
         pytest.skip(str(reason))
 
@@ -230,21 +224,6 @@ def torchrun(
             stderr=subprocess.STDOUT,
             env=os.environ | own,
         )
-
-
-def config_of(far: Far, data: ToyData, folder: Path) -> Path:
-    address = {"base_url": far.server.url, "group_port": GROUP_PORT}
-    sections: dict[str, Any] = {
-        "training": {"max_steps": STEPS, "save_steps": STEPS},
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-        "rollout_matching": {
-            "repeat_terminate": {"enabled": False},
-            "vllm": {"mode": "server", "server": {"servers": [address]}},
-        },
-    }
-    file = folder / "run.yaml"
-    file.write_text(dump_mapping(small_mapping(far.checkpoint, data, folder / "run", **sections)))
-    return file
 
 
 @pytest.mark.req("SYNC-07", "SYNC-08", "DDP-02", "SYNC-09", "DIST-05", "CFG-06")
@@ -272,8 +251,15 @@ def test_a_run_over_two_hosts_trains_rolls_out_and_pushes(far: Far, tmp_path: Pa
 
 def run_nodes(far: Far, hosts: tuple[Host, Host], folder: Path, *, cut: bool = False) -> None:
     """A run with a process on each of `hosts`. cut: the cable, in the rollouts of the last step."""
-    data = make_data(far.server.media / folder.name, train=24, val=4, seed=0)
-    config = config_of(far, data, folder)
+    address = {"base_url": far.server.url, "group_port": GROUP_PORT}
+    config = write_config(
+        far.checkpoint,
+        make_data(far.server.media / folder.name, train=24, val=4, seed=0),
+        folder,
+        training={"max_steps": STEPS, "save_steps": STEPS},
+        stage2_ab={"schedule": {"b_ratio": 0.5}},
+        rollout_matching={"vllm": {"server": {"servers": [address]}}},
+    )
     logs = [folder / f"node{node}.log" for node in range(len(hosts))]
     nodes = [
         torchrun(host, node, hosts[0], config, log)

@@ -50,7 +50,6 @@ class Started:
 
 
 def write_driver(folder: Path) -> Path:
-    """The driver's folder of a machine with these GPUs."""
     for index, uuid in enumerate(UUIDS):
         gpu = folder / f"0000:{index + 1:02x}:00.0"
         gpu.mkdir(parents=True)
@@ -84,7 +83,6 @@ def started(argv: list[str], gib: float, environment: Mapping[str, str]) -> Star
 
 
 def take(environment: Mapping[str, str]) -> None:
-    """Have this environment and no other."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -145,7 +143,6 @@ def have_triton() -> None:
 
 
 def described(server: Started) -> Iterator[dict[str, Any]]:
-    """vLLM's configuration of each replica."""
     from rollout_server.engines.vllm.engine import engine_args
 
     fake_nvml(server.gib)

@@ -52,7 +52,6 @@ def digest_of_nothing(*_: object) -> int:
 
 
 def worker(folder: Path) -> PushEngine:
-    """Return vLLM's model of the folder in a worker's plug-in."""
     config = EngineArgs(
         model=str(folder),
         dtype="bfloat16",

@@ -4,6 +4,7 @@ Faked are vLLM around the plug-in, HTTP, and NCCL.
 """
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
+import learner.rollout.parallel_calls as threads
+import learner.rollout.sync.group as sender
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
@@ -25,8 +28,7 @@ from rollout_server.weights.pushes import Pushes
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import Transport
 from tests.rehearsal.fake_nccl import ERROR, NEVER_S, install
-
-pytestmark = pytest.mark.slow
+from tests.unit.ranks_in_threads import in_ranks
 
 # The deadline of a phase in which a rank hangs.
 SHORT_S = 1.0
@@ -87,8 +89,6 @@ class Server:
     def pusher(
         self, timeout_s: float, model: nn.Module = MODEL, peers: Peers = SINGLE_PROCESS
     ) -> WeightPusher:
-        """Return that of a new learner."""
-
         def call(phase: str, body: Any) -> Any:
             answer = getattr(self.pushes, phase)(body)
             return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
@@ -108,6 +108,7 @@ class Server:
             assert all(map(torch.equal, engine.llm.loaded.values(), WEIGHTS.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.req("SYNC-03", "FULL-07", "FULL-10")
 def test_every_worker_gets_what_the_learner_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake asserts what every rank does before NCCL."""
@@ -120,6 +121,7 @@ def test_every_worker_gets_what_the_learner_sends(monkeypatch: pytest.MonkeyPatc
     assert sorted(nccl.made) == [0, 1, 2], "one group for both pushes"
 
 
+@pytest.mark.slow
 @pytest.mark.req("FULL-07", "FULL-10", "SYNC-04", "SYNC-05")
 @pytest.mark.parametrize(
     ("fault", "place", "reason"),
@@ -151,6 +153,7 @@ def test_a_rank_that_fails_in_nccl_ends_the_push_and_the_next_one_succeeds(
     assert not any(engine.alive for engine in before), "they were built again"
 
 
+@pytest.mark.slow
 @pytest.mark.req("FULL-07", "SYNC-04")
 @pytest.mark.parametrize(
     ("comes", "timeout_s", "reason"),
@@ -182,3 +185,53 @@ def test_no_rank_calls_nccl_before_all_have_met(
         last.init_weight_transfer_engine = joins
         server.pusher(NEVER_S).push(1)
     server.assert_pushed(1)
+
+
+# --- two colocated processes (threads) push to the workers on their own GPUs
+
+
+@pytest.mark.slow
+@pytest.mark.req("ROLL-03", "SYNC-03", "FULL-10")
+def test_each_process_shares_memory_of_its_gpu_with_the_worker_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import rollout_server.engines.vllm.push_engine as receiver
+
+    current, memory = threading.local(), list[tuple[int, Tensor]]()
+
+    def reduce_tensor(data: Tensor) -> tuple[None, list[Any]]:
+        memory.append((current.gpu, data))
+        handle = b"%d" % (len(memory) - 1)
+        return None, [0] * 7 + [handle, len(data), 0, 0, b"", 0, b"", False]
+
+    def rebuild_cuda_tensor(*, storage_device: int, storage_handle: bytes, **_: Any) -> Tensor:
+        gpu, data = memory[int(storage_handle)]
+        assert storage_device == gpu, "the handle of another GPU"
+        return data
+
+    def of(device: int | torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"GPU-{device if isinstance(device, int) else current.gpu}")
+
+    cuda: dict[str, Any] = dict.fromkeys(("is_initialized", "is_available"), lambda: True)
+    cuda |= {"current_device": lambda: current.gpu, "device_count": lambda: 2}
+    cuda |= {"set_device": lambda gpu: setattr(current, "gpu", gpu), "get_device_properties": of}
+    empty: Any = lambda *sizes, dtype, device="cpu": torch.empty(*sizes, dtype=dtype)  # noqa: E731
+    faked = vars(torch) | {"cuda": SimpleNamespace(**cuda), "empty": empty}
+    for module in (threads, sender, receiver):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**faked))
+    monkeypatch.setattr(sender, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(receiver, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+    server, models = Server("ipc"), [MODEL, copy.deepcopy(MODEL)]
+    models[1].load_state_dict({name: weight + 1 for name, weight in MODEL.state_dict().items()})
+
+    def work(peers: Peers) -> None:
+        current.gpu = peers.rank
+        pusher = server.pusher(NEVER_S, models[peers.rank], peers)
+        for version in (1, 2):
+            assert pusher.push_together(version, "float32").status.weights_version == version
+
+    for rank in in_ranks(2, work):
+        rank.result()
+    for engine, model in zip(server.engines, models, strict=True):
+        loaded, sent = engine.llm.loaded, model.state_dict()
+        assert all(torch.equal(loaded[name], sent[name]) for name in sent)

@@ -4,10 +4,18 @@ A new release of vLLM that breaks the server shows here, or in the tests of a pu
 """
 
 import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import learner.api
+from learner.types import MatchResult, ParsedObject, ParsedRollout, Target
 
 ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "rollout_server" / "engines" / "vllm"
@@ -56,11 +64,8 @@ ATTRIBUTES += [
     "weight",
 ]
 
-pytestmark = pytest.mark.req("SRV-02")
-
 
 def names_in(file: Path) -> set[str]:
-    """Return every name that a module imports from vLLM."""
     found = set[str]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
@@ -70,6 +75,7 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
+@pytest.mark.req("SRV-02")
 def test_every_name_of_vllm_is_listed() -> None:
     found = {name for file in ROOM.glob("*.py") for name in names_in(file)}
     assert sorted(found) == sorted([*DOCUMENTED, *UNDOCUMENTED])
@@ -94,8 +100,68 @@ def attributes_in(file: Path) -> set[str]:
     return found
 
 
+@pytest.mark.req("SRV-02")
 def test_every_attribute_that_is_no_member_of_the_engine_class_is_listed() -> None:
     engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
     found = {name for file in ROOM.glob("*.py") for name in attributes_in(file)}
     assert len(found) > len(ATTRIBUTES)
     assert sorted(name for name in found if not hasattr(engine, name)) == sorted(ATTRIBUTES)
+
+
+# --- names that other programs may use (ARCH-02)
+
+
+# Required positional parameters, in order.
+FUNCTIONS = {
+    "ContractError": "where found do",
+    "RepeatGuard": "config object_key_token_ids",
+    "build_target": "parsed ground_truth match tokenizer field_order",
+    "channel_for_step": "step b_ratio",
+    "decode_bin": "k",
+    "encode_bin": "c",
+    "load_config": "path",
+    "mask_iou": "a b resolution",
+    "match_objects": "predicted ground_truth config",
+    "parse_rollout": "token_ids tokenizer",
+    "plan_chunks": "n world_sizes",
+    "plan_packs": "lengths capacity min_fill",
+    "rank_chunk_size": "decode_batch_size world_sizes learner_world_size",
+    "request_seed": "base micro_step_idx req_idx",
+    "rollout_seed_base": "training_seed global_step",
+    "select_segments": "lengths capacity",
+    "serialize_append": "prefix_text objects start_index field_order",
+    "sinkhorn_barycentric": "pred_points gt_points cost epsilon iters",
+}
+FIELDS: dict[Any, str] = {
+    ParsedRollout: "objects dropped prefix_token_ids max_object_index truncated invalid_rollout",
+    ParsedObject: "key index kind coords desc coord_token_indices token_span",
+    MatchResult: "pairs false_positives false_negatives gated mask_iou",
+    Target: "token_ids prefix_len fn_keys role",
+}
+
+
+@pytest.mark.req("ARCH-02")
+def test_the_module_has_the_agreed_names_and_no_others() -> None:
+    assert sorted(learner.api.__all__) == sorted([*FUNCTIONS, "RepeatTerminateConfig"])
+
+
+@pytest.mark.req("ARCH-02")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_takes_the_agreed_parameters_in_order(name: str) -> None:
+    parameters = inspect.signature(getattr(learner.api, name)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p.name for p in parameters if p.default is p.empty]
+    assert positional == required == FUNCTIONS[name].split()
+
+
+@pytest.mark.req("ARCH-02")
+def test_public_records_have_the_agreed_fields() -> None:
+    for kind, names in FIELDS.items():
+        assert set(names.split()) <= {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.req("ARCH-02")
+def test_no_public_name_loads_torch() -> None:
+    program = "import sys, learner.api; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

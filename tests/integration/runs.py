@@ -1,12 +1,47 @@
-"""Whether the answers a run has logged line up, id by id, with what its learner teaches."""
+"""Runs of `learner train` in processes of their own: config, torchrun, logged answers."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from learner.config import dump_mapping
 from learner.config.schema import Config
+from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.models.prompts import PromptEncoder
 from learner.runs.rollout_log import StepAnswer
 from learner.stages.formats.coord_json import parse_rollout
+from tests.unit.small_run import small_mapping
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def write_config(model: Path, data: ToyData, folder: Path, **sections: Any) -> Path:
+    """The YAML `run.yaml` in a folder, of a small run whose run folder is `run` beside it."""
+    file = folder / "run.yaml"
+    file.write_text(dump_mapping(small_mapping(model, data, folder / "run", **sections)))
+    return file
+
+
+def torchrun(*program: str, environment: Mapping[str, str], timeout_s: float = 280.0) -> str:
+    """Run a program in two processes, which must succeed; return their stderr.
+
+    environment: of the processes, over this one's.
+    """
+    done = subprocess.run(
+        [*TORCHRUN, *program],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr[-20000:]
+    return done.stderr
 
 
 def logged_answers(folder: Path) -> list[StepAnswer]:
