@@ -20,6 +20,7 @@ from shared_contracts.machine import (
     parse_processes,
     query_gpu_use,
 )
+from tests.unit.refusals import refused
 from tests.unit.sparse_weights import write_sparse_weights
 
 FIRST = "GPU-8f6d2c1e-0b5a-4a64-9f0e-3d1f6f8f1a11"
@@ -28,7 +29,7 @@ GPUS = f"0, {FIRST}, 4, 81559\n1, {SECOND}, 41984, 81559\n"
 PROCESSES = f"{SECOND}, 4242, /usr/bin/python3, 40960\n"
 
 
-def refused(gpus: list[int], use: GpuUse) -> ContractError:
+def in_use(gpus: list[int], use: GpuUse) -> ContractError:
     with pytest.raises(ContractError) as error:
         check_unused(gpus, use)
     assert error.value.where == "gpus"
@@ -42,21 +43,21 @@ def refused(gpus: list[int], use: GpuUse) -> ContractError:
 @pytest.mark.req("SRV-04")
 def test_a_gpu_in_use_is_refused_and_its_users_are_named() -> None:
     use = GpuUse(parse_gpus(GPUS), parse_processes(PROCESSES))
-    assert refused([0, 1], use).found == ("GPU 1 is used by /usr/bin/python3 (pid 4242, 40.0 GiB)")
+    assert in_use([0, 1], use).found == ("GPU 1 is used by /usr/bin/python3 (pid 4242, 40.0 GiB)")
     check_unused([0], use)
     both = PROCESSES + f"{SECOND}, 77, trainer, [N/A]\n"
     use = GpuUse(parse_gpus(GPUS), parse_processes(both))
-    assert refused([1], use).found.endswith("40.0 GiB) and trainer (pid 77)")
+    assert in_use([1], use).found.endswith("40.0 GiB) and trainer (pid 77)")
 
 
 @pytest.mark.req("SRV-04")
 def test_a_gpu_with_memory_of_unknown_processes_is_refused() -> None:
     hidden = GpuUse(parse_gpus(GPUS), [])
-    assert "(41.0 GiB of 79.6 GiB)" in refused([1], hidden).found
-    assert "cannot be seen" in refused([1], hidden).found
+    assert "(41.0 GiB of 79.6 GiB)" in in_use([1], hidden).found
+    assert "cannot be seen" in in_use([1], hidden).found
     check_unused([0], hidden)
     check_unused([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB, 81559)], []))
-    refused([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB + 1, 81559)], []))
+    in_use([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB + 1, 81559)], []))
 
 
 def fake_smi(folder: Path, script: str) -> str:
@@ -137,9 +138,8 @@ def test_a_context_that_cannot_fit_is_refused_with_the_numbers(of_4b: Path) -> N
 @pytest.mark.req("FULL-06")
 def test_weights_that_cannot_fit_are_refused_with_the_numbers(of_4b: Path) -> None:
     small = ServerSettings(model=of_4b, gpus=(0,), max_model_len=256, dtype="float32")
-    with pytest.raises(ContractError, match=r"weights are 14.9 GiB") as caught:
+    with refused("gpu_memory_utilization", "weights are 14.9 GiB"):
         fit_gpus(small, gpus_of(15))
-    assert caught.value.where == "gpu_memory_utilization"
     assert fit_gpus(small.model_copy(update={"dtype": "bfloat16"}), gpus_of(15))
 
 
@@ -184,6 +184,5 @@ def test_what_the_machine_or_the_model_cannot_do_is_refused(
     """Ray is not installed. test_auth.py has the faults of a token."""
     monkeypatch.setitem(sys.modules, "ray", None)
     make_model(tmp_path / "toy", seed=0, family=family)
-    with pytest.raises(ContractError) as error:
+    with refused(where):
         check_settings(ServerSettings(model=tmp_path / "toy", **options))
-    assert error.value.where == where

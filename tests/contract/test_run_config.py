@@ -11,6 +11,7 @@ from rollout_server.settings.options import ServerSettings, load_settings, read_
 from rollout_server.settings.repeat_config import CONFIG_JSON, INJECTION
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from tests.unit.refusals import refused
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = {"model": Path("/m"), "device": "cpu"}
@@ -139,10 +140,8 @@ def test_a_file_that_is_no_training_yaml_is_refused(
 ) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(text)
-    with pytest.raises(ContractError) as caught:
+    with refused(where.replace("RUN", str(run)), found.replace("RUN", str(run))):
         settings_of(run)
-    assert caught.value.where == where.replace("RUN", str(run))
-    assert found.replace("RUN", str(run)) in caught.value.found
 
 
 def environment(**guard: Any) -> dict[str, str]:
@@ -165,10 +164,8 @@ def test_an_environment_that_contradicts_a_file_is_refused_with_both(tmp_path: P
         for found in ('"max_object_keys":40', source, there):
             assert found in caught.value.found
     for run, file, source in ((None, config, "--config"), (same, None, "--run-config")):
-        with pytest.raises(ContractError) as caught:
+        with refused(INJECTION, f"it is 0 and {source} has enabled: true"):
             settings_of(run, file, {INJECTION: "0"})
-        assert caught.value.where == INJECTION
-        assert f"it is 0 and {source} has enabled: true" in caught.value.found
     assert not settings_of(
         training_yaml(tmp_path), environ={INJECTION: "0"}
     ).repeat_terminate.enabled
@@ -214,6 +211,5 @@ def test_the_trained_rank_is_rounded_up_to_one_of_vllm(
 
 @pytest.mark.req("SYNC-01")
 def test_a_rank_beyond_all_of_vllm_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="up to rank 512") as caught:
+    with refused("tuner.lora_rank", "up to rank 512"):
         settings_of(adapter_yaml(tmp_path, 513))
-    assert caught.value.where == "tuner.lora_rank"
