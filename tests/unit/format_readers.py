@@ -294,10 +294,14 @@ def check_lines(
         assert [bins[ids[p]] for p in found.coord_token_indices] == found.coords
         held = text_of(tokenizer, [ids[p] for p in found.desc_token_indices])
         assert found.desc in held
+        _, end = found.token_span
+        before, whole = (text_of(tokenizer, ids[:stop]).count("\n") for stop in (end - 1, end))
+        assert before < found.index <= whole
 
 
 LINE_FRAGMENTS = [
     CAT_LINE,
+    CAT_LINE.removeprefix("cat"),
     DOG_LINE,
     "<|coord_5|><|coord_6|><|coord_7|><|coord_8|>stop!\n",
     "roof" + "".join(map(coord_token, ROOF.shape.coords)) + "\n",

@@ -401,6 +401,7 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
     [
         ("object_keys", KEYS, 1, None),
         ("object_keys", "{}", 0, None),
+        ("object_keys", KEYS + "x", 1, "text_behind"),
         ("object_keys", KEYS + KEYS, 1, "text_behind"),
         ("object_keys", "{" + KEYS[1:-1] + f'], "object_2": {OBJECT}}}', 1, "wrong_container"),
         ("object_keys", f'{{"object_1": [{OBJECT}]}}', 0, "wrong_container"),
@@ -414,6 +415,7 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
         ("object_keys", "I see a cat.", 0, None),
         ("objects_array", ARRAY, 1, None),
         ("objects_array", '{"obj', 0, None),
+        ("objects_array", "an { is missing", 0, "prose_before"),
         ("objects_array", ARRAY + ARRAY, 1, "text_behind"),
         ("objects_array", f'{{"objects": [[{OBJECT}]]}}', 0, "wrong_container"),
         ("objects_array", f'{{"objects": [{OBJECT}}}', 1, "wrong_container"),
@@ -428,7 +430,8 @@ QWEN = f'[{{"bbox_2d": {coords(*CAT.shape.coords)}, "label": "cat"}}]'
         ("compact", CAT_LINE, 1, "wrong_container"),
         ("compact", KEYS, 0, "other_format"),
         ("compact", QWEN.replace(", ", ",\n"), 0, "other_format"),
-        ("compact", f"```json\n{KEYS}\n```", 0, "fenced"),
+        ("compact", f" ```json\n{KEYS}\n```", 0, "fenced"),
+        ("compact", "boxes [1, 2]", 0, "prose_before"),
     ],
 )
 def test_the_reason_of_each_unread_answer(
