@@ -79,12 +79,8 @@ class MediaLoader:
             return
         async with AsyncExitStack() as held:
             async with self._encoded.take(len(sources) * self._max_bytes):
-                encoded = [(await self._read(source), source) for source in sources]
-                needed = 0
-                for content, source in encoded:
-                    needed += BYTES_PER_PIXEL * await asyncio.to_thread(
-                        count_pixels, content, source, self._max_pixels
-                    )
+                encoded = [await self._read(source) for source in sources]
+                needed = BYTES_PER_PIXEL * sum(pixels for _, pixels in encoded)
                 if needed > self._decoded.total:
                     raise BadRequest(
                         "images",
@@ -92,24 +88,32 @@ class MediaLoader:
                         f"{self._decoded.total / 2**20:g} (max_decoded_mib)",
                     )
                 await held.enter_async_context(self._decoded.take(needed))
-                decoded = [await asyncio.to_thread(decode_image, *each) for each in encoded]
+                decoded = [
+                    await asyncio.to_thread(decode_image, content, source)
+                    for (content, _), source in zip(encoded, sources, strict=True)
+                ]
             del encoded
             yield decoded
 
-    async def _read(self, source: ImageSource) -> bytes:
-        """Return the encoded image; reading stops soon after `max_bytes`."""
+    async def _read(self, source: ImageSource) -> tuple[bytes, int]:
+        """Return the encoded image, and the pixels by its header. Raises BadRequest."""
+        fetched = None
         if source.kind == "url":
-            content = await fetch(source, self._hosts, self._max_bytes)
+            fetched = await fetch(source, self._hosts, self._max_bytes)
+        return await asyncio.to_thread(self._inspect, source, fetched)
+
+    def _inspect(self, source: ImageSource, fetched: bytes | None) -> tuple[bytes, int]:
+        """Do the blocking part of `_read`; reading stops soon after `max_bytes`."""
+        if fetched is not None:
+            content = fetched
         elif source.kind == "inline":
-            content = await asyncio.to_thread(decode_base64, source, self._max_bytes)
+            content = decode_base64(source, self._max_bytes)
         else:
-            content = await asyncio.to_thread(
-                read_media_file, source, self._directories, self._max_bytes
-            )
+            content = read_media_file(source, self._directories, self._max_bytes)
         if len(content) > self._max_bytes:
             limit = f"{self._max_bytes / 2**20:g} MiB (max_image_mib)"
             raise source.fault(f"the image is larger than {limit}")
-        return content
+        return content, count_pixels(content, source, self._max_pixels)
 
 
 # --- encoded bytes
