@@ -133,3 +133,13 @@ def test_a_transfer_ends_with_its_learner_within_a_second(
         process.kill()
         wait_until(lambda: weights_state(server) == "PUSH_NEEDED")
         assert time.monotonic() - killed < NOTICED_S
+
+
+@pytest.mark.nightly  # test_pushes.py gives up a push between two calls on scripted engines
+def test_a_push_whose_learner_died_between_two_calls_is_given_up_for_the_next_one(
+    server: RunningServer, port: int, tied: Path, other_tied: Path
+) -> None:
+    with learner(server, port, other_tied, "finish") as process:
+        process.kill()
+    assert weights_state(server) == "UPDATING"
+    push_again(server, port, tied)
