@@ -20,7 +20,6 @@ REMOVED = {
     "watch": "`learner train` shows its progress; TensorBoard and `learner report RUN` show a run",
 }
 
-
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS
 )

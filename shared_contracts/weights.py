@@ -54,7 +54,6 @@ Transport = Literal["gloo", "nccl", "ipc"]
 # PUSH_NEEDED  a push failed: the engines are rebuilt, and answer after the next full push
 WeightState = Literal["READY", "UPDATING", "PUSH_NEEDED"]
 
-
 # Alignment of parameters in a bucket, so that they can be viewed in place.
 WIRE_ALIGNMENT = 16
 
@@ -209,7 +208,6 @@ def plan_buckets(
 
 Int64Array: TypeAlias = Any
 
-
 _WIDTH = 4096
 
 
@@ -334,10 +332,8 @@ class SharedMemory(Wire):
 
 _POLL_S = 0.01
 
-
 # Torch reads this when it creates an NCCL group.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-
 
 _creation_lock = threading.Lock()
 

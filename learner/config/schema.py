@@ -131,7 +131,6 @@ TunerConfig = Annotated[
     BeforeValidator(_full_by_default),
 ]
 
-
 SoftContextGradMode = Literal["unroll", "em_detach"]
 CoordContextMode = Literal["st", "soft", "hard"]
 
@@ -208,7 +207,6 @@ class CustomConfig(StrictModel):
 Empty = Annotated[
     EmptySection, BeforeValidator(_null_is_empty, json_schema_input_type=EmptySection | None)
 ]
-
 
 # By section of a variant: what to write if it is missing; what to do beside removing it.
 _OF_VARIANT = {

@@ -26,7 +26,6 @@ _SWIFT_SCALES: dict[Any, Scale] = {"real": "pixels", "norm1": "0..1"}
 _PLACEHOLDER = re.compile(r"<ref-object>|<bbox>")
 _PROMPT = "<image>Detect all objects. Answer with a JSON list of bbox_2d and label."
 
-
 # Index among the record's images, name and numbers as in the file, scale if it is stated.
 _Box = tuple[int, Any, Any, Scale | None]
 

@@ -180,7 +180,6 @@ dup/departures | counter | B | tokens | tokens with which duplicates depart from
     `duplicate_ul` | with `prefix: clean`
 """)
 
-
 _GROUPED = "in stage2_group_relative"
 
 REWARDS = _read(

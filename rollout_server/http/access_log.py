@@ -6,9 +6,10 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_server.http.problems import CLOSE
 from rollout_server.serving.telemetry import (
     CLIENT_GONE,
     COUNTS,
@@ -57,7 +58,9 @@ class AccessLog:
             nonlocal is_problem, is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                headers = Headers(raw=message["headers"])
+                headers = MutableHeaders(raw=message["headers"])
+                if record.status == 500:  # its error goes on to uvicorn, which closes
+                    headers.update(CLOSE)
                 is_problem = headers.get("content-type") == PROBLEM_MEDIA_TYPE
             else:
                 is_complete = not message.get("more_body", False)

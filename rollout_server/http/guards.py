@@ -34,26 +34,20 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rollout_server.http.problems import problem_response
+from rollout_server.http.problems import CLOSE, problem_response
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, refusal
 
 # `h11_max_incomplete_event_size` of the `uvicorn.Config`.
 HEADER_BYTES = 64 * 2**10
 
-
 HEADER_S = 10.0
 
-
 BODY_S = 120.0
-CLOSE = {"Connection": "close"}
-
 
 # Largest number of faults in one answer.
 MAX_FAULTS = 20
 
-
 JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-
 
 Model = TypeVar("Model", bound=BaseModel)
 

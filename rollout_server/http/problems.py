@@ -14,6 +14,7 @@ from rollout_server.serving.telemetry import CLIENT_GONE
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem, ProblemError
 
 RETRY_AFTER_S = 1
+CLOSE = {"Connection": "close"}
 
 # `where` can contain a key of the caller.
 MAX_WHERE = 200
@@ -111,9 +112,10 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 async def _answer_failure(request: Request, error: Exception) -> JSONResponse:
+    """The error goes on to uvicorn, which closes the connection."""
     where = f"{request.method} {request.url.path}"
     detail = f"{type(error).__name__}; the server's log has the details"
-    return problem_response(Problem.of("internal", detail, where))
+    return problem_response(Problem.of("internal", detail, where), CLOSE)
 
 
 async def _answer_disconnect(_: Request, error: ClientDisconnect) -> Response:

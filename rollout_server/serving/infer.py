@@ -48,7 +48,6 @@ CHARACTERS_PER_TOKEN = 16
 
 # --- conversations (WIRE-01)
 
-
 IMAGE_MARK = "<image>"
 
 

@@ -40,13 +40,10 @@ from shared_contracts.yaml12 import merge_chain, read_chain, read_document, writ
 # copy, and the copy of the model's processor.
 BYTES_PER_PIXEL = 20
 
-
 # The ranks of vLLM's adapter buffers.
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
-
 LORA_RANKS: tuple[int, ...] = get_args(LoraRank)
-
 
 AnyPath = Annotated[Path, BeforeValidator(written_path), Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]

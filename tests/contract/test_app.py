@@ -191,6 +191,22 @@ def test_a_generation_whose_connection_ended_counts_once() -> None:
         assert http.post("/infer/", json=kept).status_code == 200
 
 
+class BrokenPool(Pool):
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        raise RuntimeError("secret")
+
+
+@pytest.mark.req("WIRE-05")
+def test_failure_is_an_internal_problem_that_ends_its_connection() -> None:
+    with served_client(create_app(BrokenPool(settings()))) as http:
+        for _ in range(3):  # the client would use the same connection again
+            answer = http.post("/infer/", json={"infer_requests": [REQUEST]})
+            problem = problem_of(answer)
+            assert (problem.kind, problem.where) == ("internal", "POST /infer/")
+            assert problem.detail == "RuntimeError; the server's log has the details"
+            assert answer.headers["connection"] == "close"
+
+
 class CountingPool(Pool):
     """Answers each call with one envelope. Its token is the number of the call."""
 

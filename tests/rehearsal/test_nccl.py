@@ -33,7 +33,6 @@ from tests.unit.ranks_in_threads import in_ranks
 # The deadline of a phase in which a rank hangs.
 SHORT_S = 1.0
 
-
 # Its parameters fill some buckets.
 MODEL = nn.Sequential(*(nn.Linear(i % 7 + 1, i % 13 + 1) for i in range(50)))
 WEIGHTS = dict(MODEL.named_parameters())

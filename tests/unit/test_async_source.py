@@ -183,7 +183,6 @@ class Actor:
 
 ActorOf = Callable[..., Actor]
 
-
 ASYNC = "stage2_ab/async"
 N_SAMPLES = 12
 

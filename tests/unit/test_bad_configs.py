@@ -51,7 +51,6 @@ BASES = {
 MODULES: list[dict[str, Any]] = WARMUP["stage2_ab"]["pipeline"]["objective"]
 PIPELINES = {path: changed(f"{path}.objective", MODULES, BY_PIPELINE[path]) for path in BY_PIPELINE}
 
-
 # Families of rows, and the section at which their paths start.
 ROLLOUT_ROWS = ("rollouts", "repeat_guard", "adapters", "async_rollouts")
 AT = dict.fromkeys(ROLLOUT_ROWS, "rollout_matching") | {"servers": "rollout_matching.vllm.server"}

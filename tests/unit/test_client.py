@@ -339,7 +339,6 @@ HONEST: dict[str, Any] = {
     FINISH: report(3, "e-0").model_dump(),
 }
 
-
 CHOICE = "0.response.choices.0"
 FAULTS = [
     ("GET /info/", "weights_version", -1),

@@ -50,7 +50,6 @@ from tests.unit.refusals import refused
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
 
-
 pytestmark = pytest.mark.req("ROLL-03")
 
 BARE["rollout_matching"] = {"max_new_tokens": 16}

@@ -39,7 +39,6 @@ EXAMPLES = sorted((DEPLOY / "config").glob("*.yaml"))
 
 pytestmark = pytest.mark.req("DEP-01")
 
-
 PROGRAMS = {"rollout-server": server_app, "learner": learner_app}
 
 

@@ -21,7 +21,6 @@ PROFILES = ROOT / "configs" / "stage2_two_channel" / "gpu"
 PAGE = ROOT / "docs" / "gpus.md"
 GIB = 2**30
 
-
 # Of the table: profile, GPU, learner GPUs; GiB of weights, gradients, moments, working memory and
 # total, the longest pack, seconds of a step, of its messages and of a push, sequences.
 Row = tuple[str, str, int, tuple[float, ...]]

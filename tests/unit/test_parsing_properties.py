@@ -28,7 +28,6 @@ from tests.unit.reference_parser import Reading, as_found, parse_slowly, read_sy
 
 FUZZ = settings(suppress_health_check=list(HealthCheck))
 
-
 # ---- against the reference -----------------------------------------------------------
 
 FAULTY_KEYS = ("thing", "object_", "Object_2", "object_-1", "object_1", "object_007", "")

@@ -48,7 +48,6 @@ with lock_folder(Path(sys.argv[1])):
     print("locked", flush=True); sys.stdin.read()
 """
 
-
 OWN = {
     "training": {
         "max_steps": STEPS,

@@ -51,7 +51,6 @@ GROUPS = {
     "head": ("lm_head.",),
 }
 
-
 # CIoU holds a factor of its own constant, which a finite difference does not.
 SMOOTH_BOXES = BOXES.model_copy(
     update={"config": BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0)}

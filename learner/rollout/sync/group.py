@@ -35,7 +35,6 @@ from shared_contracts.weights import (
 _STORE_PROBE_S = 2.0
 _STORE_POLL_S = 0.02
 
-
 # `ProcessGroupGloo` or `ProcessGroupNCCL`: the stubs of torch lack their methods.
 ProcessGroup: TypeAlias = Any
 

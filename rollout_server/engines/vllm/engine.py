@@ -58,10 +58,8 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 # Tokens of one CPU forward: about 80 prompts of 200 tokens.
 CPU_BATCHED_TOKENS = 16384
 
-
 # Tokens of one GPU forward; vLLM's default for an engine outside of its own server is 2,048.
 GPU_BATCHED_TOKENS = 8192
-
 
 # Worker extension that reads the repeat guard.
 REPORT = "rollout_server.engines.vllm.repeat_processor.RepeatReport"
