@@ -32,8 +32,7 @@ from tests.gpu.servers import FRACTION, LORA, OF_TWO_WORKERS, ON_0, SHARED_0, SL
 from tests.unit.fleets import wait_until
 from tests.unit.loaded_models import load_small
 
-# Two servers one after another, which compile what they run and capture graphs.
-pytestmark = [pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 
 
 def weights_on(gpu: int, checkpoint: Path) -> SyncMode:
