@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def write_config(model: Path, data: ToyData, folder: Path, **sections: Any) -> Path:
+def write_config(model: Path, data: ToyData, folder: Path, /, **sections: Any) -> Path:
     """The YAML `run.yaml` in a folder, of a small run whose run folder is `run` beside it."""
     file = folder / "run.yaml"
     file.write_text(dump_mapping(small_mapping(model, data, folder / "run", **sections)))

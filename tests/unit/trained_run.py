@@ -56,7 +56,7 @@ def trained(config: Path, **training: Any) -> TrainedRun:
     return TrainedRun(folder, config, console.file.getvalue())
 
 
-def write_config(folder: Path, model: Path, data: ToyData, **sections: Any) -> Path:
+def write_config(folder: Path, model: Path, data: ToyData, /, **sections: Any) -> Path:
     """Steps of both channels, answered by the learner; each is evaluated and saved."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 1}
     own = {
