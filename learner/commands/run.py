@@ -29,8 +29,13 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     inputs = check_inputs(parsed)
     first = os.environ.get("RANK", "0") == "0"
     if message := inputs.finished(parsed.training):
-        if first:  # old checkpoints remain after a kill right after the last one
-            remove_old(Path(parsed.training.output_dir), parsed.training.save_total_limit)
+        if first:  # what remains to do after a kill at the end of the run
+            folder = parsed.training.output_dir
+            remove_old(folder, parsed.training.save_total_limit)
+            if not (folder / "report.html").exists():
+                from learner.analysis.report.run_page import write_or_warn
+
+                write_or_warn(folder, console)
         tell(console, message)
         return
     with reporting_waits(partial(tell, console)) if first else nullcontext():

@@ -165,6 +165,7 @@ def test_a_run_killed_in_a_step_and_in_a_checkpoint_equals_the_run_that_was_not_
     code, printed = learn(world, config)
     assert code == 0, printed
     assert "Finished at step 8" in printed
+    assert (run / "report.html").exists()
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
     assert_every_step_is_built_again(run)

@@ -308,6 +308,7 @@ def test_run_without_checkpoint_starts_anew_and_save_steps_may_change(resumable:
 def test_finished_run_is_unchanged(resumable: ConfigOf, capsys: pytest.CaptureFixture[str]) -> None:
     config = resumable()
     with_checkpoint(config, STEPS)
+    (config.training.output_dir / "report.html").touch()
     path = config.training.output_dir.with_suffix(".yaml")
     path.write_text(dump_resolved(config))
     before = sorted(path.parent.rglob("*"))

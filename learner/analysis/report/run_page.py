@@ -232,9 +232,9 @@ def reported(folder: Path, console: Console) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _write(folder, console, error_text(error))
+        write_or_warn(folder, console, error_text(error))
         raise
-    _write(folder, console, None)
+    write_or_warn(folder, console)
 
 
 def renew(folder: Path, console: Console) -> None:
@@ -243,7 +243,7 @@ def renew(folder: Path, console: Console) -> None:
     For an unfinished or failed run, print the command that writes it.
     """
     if RunView.of(RunFolder.open(folder)).ended is not None:
-        _write(folder, console, None)
+        write_or_warn(folder, console)
     else:
         tell(console, f"To update the page of the run: learner report {folder}")
 
@@ -252,7 +252,7 @@ def error_text(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _write(folder: Path, console: Console, error: str | None) -> None:
+def write_or_warn(folder: Path, console: Console, error: str | None = None) -> None:
     try:
         run = RunFolder.open(folder)
         if not run.metrics():
