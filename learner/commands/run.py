@@ -30,11 +30,12 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if message := inputs.finished(parsed.training):
         if first:  # what remains to do after a kill at the end of the run
+            from learner.analysis.report.run_page import write_or_warn
+            from learner.analysis.report.run_view import REPORT
+
             folder = parsed.training.output_dir
             remove_old(folder, parsed.training.save_total_limit)
-            if not (folder / "report.html").exists():
-                from learner.analysis.report.run_page import write_or_warn
-
+            if not (folder / REPORT).exists():
                 write_or_warn(folder, console)
         tell(console, message)
         return
