@@ -319,7 +319,7 @@ def test_repeated_call_joins_the_one_whose_connection_ended(server: RunningServe
     requests, config = [text_request()] * 64, SAMPLED | {"max_tokens": 400}
     with growth(server) as grown:
         cut = server.begin_infer(requests, config, request_id="cut")
-        server.wait_for_sequences(lambda running: running == 64)
+        server.wait_for_sequences(lambda running: running > 0)
         cut.close()
         wait_until(lambda: server.metrics()["rollout_calls_in_flight"] == 0)
         repeated = server.begin_infer(requests, config, request_id="cut")
