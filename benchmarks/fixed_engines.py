@@ -95,7 +95,7 @@ class FixedA(ChannelA):
 
 
 class FixedB(ChannelB):
-    """As `FixedA`; no answer is assessed and no prompt encoded."""
+    """`FixedA` for channel B: no answer is assessed and no prompt encoded."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

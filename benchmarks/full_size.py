@@ -154,7 +154,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Found:
-    """What both sides, ours first, took for the same pack. peaks: bytes, of a step not timed.
+    """Figures of both sides, ours first, for one pack. peaks: bytes, of a step not timed.
 
     towers: seconds of forward and backward of both towers alone, without the head and the losses.
     """

@@ -171,7 +171,7 @@ class Experiment:
         train(config, check_inputs(config), clients, self._console)
 
     def _server(self) -> ServerProcess:
-        """With the settings that a run of channel B has for its server."""
+        """Start a server with the settings of a run of channel B."""
         model, run = self._out / "model", self._out / f"server_{self._seeds[0]}.yaml"
         place = self._place(model, self._out / "any", "deciding", NOWHERE)
         publish_text(run, dump_resolved(arm_config(ARMS[-1], self._plan, 0, place)))

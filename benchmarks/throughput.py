@@ -23,7 +23,7 @@ class UnequalWork(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What one side did with one batch. prompt_tokens, tokens: over all requests."""
+    """Figures of one side and one batch. prompt_tokens, tokens: over all requests."""
 
     seconds: float
     prompt_tokens: int

@@ -23,7 +23,7 @@ class Scene:
 
 
 def engine_settings(checkpoint: Path) -> ServerSettings:
-    """One engine on the CPU; each side passes them on as they are."""
+    """Settings of one engine on the CPU, for both sides."""
     return ServerSettings(
         model=checkpoint,
         device="cpu",

@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tied(checkpoints: Path) -> Path:
-    """What the shared server starts with."""
+    """Options of the shared server."""
     return make_checkpoint(checkpoints / "tied", seed=1)
 
 

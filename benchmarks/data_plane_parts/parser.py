@@ -127,7 +127,7 @@ def _scan_plainly(ids: list[int], decode: Decode, vocab: CoordVocab) -> Objects:
 
 
 def _seconds_per_token(work: Callable[[list[int]], object], answers: list[list[int]]) -> float:
-    """Of the best try, after one that does not count."""
+    """Seconds per token of the best try, after one that does not count."""
     best = float("inf")
     for _ in range(TRIES + 1):
         start = time.process_time()

@@ -60,14 +60,14 @@ class Run:
         return numbers
 
     def seconds(self, until: int) -> float:
-        """Of the training steps up to this one: rollouts, pushes, forwards and backwards."""
+        """Seconds of the steps up to `until`: rollouts, pushes, forwards and backwards."""
         lines = (self.folder / METRICS).read_text(encoding="utf-8").splitlines()
         steps = [row for row in map(json.loads, lines) if "time/step_s" in row]
         return float(sum(row["time/step_s"] for row in steps if row["step"] <= until))
 
 
 def read_runs(out: Path, arms: Iterable[str]) -> list[Run]:
-    """Of every arm that has ended under `out`: a folder `ARM_SEED` for each."""
+    """Read the runs of all arms that have ended. out: has a folder `ARM_SEED` for each."""
     found = ((arm, path) for arm in arms for path in sorted(out.glob(f"{arm}_[0-9]*")))
     return [
         Run(arm, int(seed), path)

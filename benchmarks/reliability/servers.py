@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 def held_without_calls(roots: dict[str, int]) -> dict[str, Held]:
-    """By process of each tree: `NAME`, `NAME engine`, and helpers by number.
+    """Resources by process of each tree: `NAME`, `NAME engine`, and helpers by number.
 
     roots: pids by name.
     """

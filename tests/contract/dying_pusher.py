@@ -61,7 +61,7 @@ class ClientWithPhases(RolloutClient):
 
 
 class WeightsWithPhase(MergedWeights):
-    """Those of a checkpoint. at: called with `transfer` when half of them are sent."""
+    """Weights of a checkpoint. at: called with `transfer` when half of them are sent."""
 
     def __init__(self, weights: Weights, at: Callable[[str], None] = lambda phase: None) -> None:
         self._weights = weights

@@ -27,7 +27,7 @@ def greedy_ids(checkpoint: Path, text: str, images: list[Path], new_tokens: int)
 
 
 def logprobs(checkpoint: Path, text: str, images: list[Path], ids: list[int]) -> list[float]:
-    """Of each of `ids`, an answer: the log-softmax of the logits before it, in nats."""
+    """Return the log-probability of each of `ids`, an answer, in nats."""
     inputs = _encode(checkpoint, text, images)
     said = torch.tensor([ids])
     prompt = inputs["input_ids"].shape[1]

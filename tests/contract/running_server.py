@@ -79,7 +79,7 @@ class RunningServer:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The version of the weights."""
         return int(self.info()["weights_version"])
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ class RunningServer:
     def pusher(
         self, mode: SyncMode, transport: Transport = "gloo", port: int | None = None
     ) -> closing[WeightPusher]:
-        """That of a learner, whose group is formed at its first push. port: of the group."""
+        """Make the pusher of a learner. Its first push forms the group, at `port`."""
         client = RolloutClient(self.process.base_url, START_TIMEOUT_S)
         return closing(WeightPusher(client, port or free_ports(1)[0], mode, transport, 2**18))
 

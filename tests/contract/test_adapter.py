@@ -66,7 +66,7 @@ class Adapting:
     merged: dict[PeftModel, Path] = field(default_factory=dict)
 
     def answers(self) -> list[list[int]]:
-        """To a prompt, the same with an image, and with two; all in one call."""
+        """Answers to a prompt with no, one and two images, by one call."""
         one, two = (str(scene) for scene in self.scenes)
         both = text_request(f"<image><image>{PROMPT}") | {"images": [one, two]}
         requests = [text_request(), image_request(one), both]
@@ -74,7 +74,7 @@ class Adapting:
         return [response_ids(envelope) for envelope in envelopes]
 
     def expected(self, model: PeftModel | None) -> list[list[int]]:
-        """Of a model with its adapter merged; None: of the checkpoint."""
+        """Answers of transformers with the adapter merged. None: those of the checkpoint."""
         checkpoint = self.server.checkpoint if model is None else self._merged(model)
         return [
             reference.greedy_ids(checkpoint, PROMPT, self.scenes[:images], MAX_TOKENS)

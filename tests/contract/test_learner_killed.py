@@ -60,7 +60,7 @@ def learner(
 
 
 def push_again(server: RunningServer, port: int, weights: Path) -> None:
-    """As the next learner: a group over the same port, and a full push."""
+    """Push as the next learner: form a group over the same port, and send full weights."""
     mode = SyncMode(WeightsWithPhase(read_weights(weights)), None, fallback_to_full=False)
     server.push_by_learner(mode, port=port)
 
@@ -76,7 +76,7 @@ def resources(server: RunningServer) -> dict[str, int]:
 
 @pytest.fixture
 def port(server: RunningServer, tied: Path) -> Iterator[int]:
-    """Of the group. After the test the next learner pushes, and nothing is left behind."""
+    """Port of the group. After the test the next learner pushes, and nothing is left."""
     (port,) = free_ports(1)
     push_again(server, port, tied)
     before, answer = resources(server), response_ids(server.infer([text_request()])[0])
@@ -127,7 +127,7 @@ def test_a_drain_ends_with_its_learner_and_nothing_has_changed(
 def test_a_transfer_ends_with_its_learner_within_a_second(
     server: RunningServer, port: int, other_tied: Path
 ) -> None:
-    """By the end of its connection, in milliseconds; the deadline of the phase is far away."""
+    """The server sees that the connection ends. The deadline of the phase is far away."""
     with learner(server, port, other_tied, "transfer") as process:
         killed = time.monotonic()
         process.kill()

@@ -530,7 +530,7 @@ async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_while_it_is_us
 async def test_an_adapter_that_is_refused_changes_nothing(
     content: bytes, where: str, found: str, tmp_path: Path
 ) -> None:
-    """By the server, or by a worker that refuses all."""
+    """The server refuses it, or a worker that refuses all."""
     bench = await Bench.formed(adapters=tmp_path)
     bench.engines[1].script["load_adapter"] = fails(BROKEN)
     assert (await refused(load(bench, 1, content), "adapter-refused", found)).where == where

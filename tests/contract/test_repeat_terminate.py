@@ -143,7 +143,7 @@ def test_offending_sequence_is_terminated_without_batch_abort(
 def test_the_envelope_names_the_choices_that_the_guard_ended(
     server: RunningServer, guarded: RunningServer
 ) -> None:
-    """With and without details, and beside stop strings."""
+    """It names them with and without details, and beside stop strings."""
     on, off = (each.info()["repeat_terminate"] for each in (guarded, server))
     assert on == {"active": True, "config": GUARD.model_dump()}
     assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}

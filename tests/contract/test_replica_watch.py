@@ -133,7 +133,7 @@ def test_hung_replica_and_failed_heartbeat_are_given_up_with_their_reason() -> N
 
 @pytest.mark.req("SRV-05")
 def test_server_that_stood_still_gives_up_no_replica() -> None:
-    """As after SIGSTOP and SIGCONT: by the clock the heartbeats are old, until the next one."""
+    """After SIGSTOP and SIGCONT the heartbeats are old by the clock until the next one."""
 
     async def scenario(bench: Bench) -> None:
         for engine in bench.built:

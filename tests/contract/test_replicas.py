@@ -42,7 +42,7 @@ def untied(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """With a token in the environment, which `http` sends, and a folder for temporary files.
+    """A server with a token, which `http` sends, and with a folder for temporary files.
 
     Its tests run in order: the last one stops it.
     """

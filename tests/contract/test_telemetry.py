@@ -30,7 +30,7 @@ ASKING = ("grafana/dashboards/rollout-server.json", "prometheus/alerts.yml")
 
 @pytest.fixture
 def client(caplog: pytest.LogCaptureFixture) -> TestClient:
-    """Of a server whose engines have not started."""
+    """A client of a server whose engines have not started."""
     caplog.set_level(logging.INFO)
     return client_of(replicas=2)
 

@@ -118,7 +118,7 @@ class Bench:
 
     @classmethod
     async def formed(cls, **options: Any) -> "Bench":
-        """With a group."""
+        """Make a bench whose group is formed."""
         bench = cls(**options)
         await bench.init()
         return bench

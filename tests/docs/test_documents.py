@@ -42,7 +42,7 @@ TRANSCRIPTS = [block for block in blocks("") if block.text.startswith("$ ")]
 def world(
     toy_checkpoint: Path, started: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """With the run of the documented training."""
+    """The world in which the documented training has run."""
     folder = tmp_path_factory.mktemp("docs").resolve()
     with open_world(folder, toy_checkpoint, SERVE, started) as world:
         code, printed = world.run(TRAIN)

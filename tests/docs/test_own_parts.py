@@ -26,7 +26,7 @@ ENTROPY = "loss/A2_coord/entropy"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the programs are modules."""
+    """A folder with the programs as modules."""
     for name, text in PROGRAMS.items():
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path

@@ -37,13 +37,13 @@ LENGTHS = [300, 17, 513, 64]
 
 
 def within_segments(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-    """Of text: causal."""
+    """The attention of text: causal."""
     known = packed_bounds(bounds, max(LENGTHS))
     return packed_attention(nn.Module(), q, k, v, None, 0.125, **known)[0]
 
 
 def within_images(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-    """Of the vision tower."""
+    """The attention of the vision tower."""
     known: dict[str, Any] = {"patch_bounds": bounds, "longest_image": max(LENGTHS)}
     return image_attention(nn.Module(), q, k, v, None, 0.125, **known)[0]
 

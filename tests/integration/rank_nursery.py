@@ -46,7 +46,7 @@ def kill_at(event: str, ending: str, seconds: float) -> None:
 
 
 def become_rank(rank: int, port: int, wanted: dict[str, Any]) -> None:
-    """In the new process: `learner`, as torchrun would have started it if it is not alone."""
+    """Run `learner` in this new process, with torchrun's variables for several ranks."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks, log = wanted["ranks"], f"{wanted['log']}.{rank}.log"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -97,7 +97,7 @@ def start(wanted: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    """One thread: a fork takes no other along."""
+    """Start processes on demand. There is one thread, because a fork copies no other."""
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
         report_ends()

@@ -40,7 +40,7 @@ Answers = list[dict[str, Any]]
 
 
 def config_of(model: Path, data: ToyData, out: Path, **backend: Any) -> Config:
-    """The one config. out, backend: what differs."""
+    """The config of all backends; they differ in `out` and `backend`."""
     return small_config(model, data, out, rollout_matching=merge(ROLLOUT, backend))
 
 
@@ -61,7 +61,7 @@ def answers(config: Config, weights: Path) -> Answers:
 
 
 def answers_of_a_server(model: Path, data: ToyData, folder: Path, weights: Path) -> Answers:
-    """By a server that was started with the YAML of the run."""
+    """Answers of a server that was started with the YAML of the run."""
     port, group_port = free_ports(2)
     address = {"base_url": f"http://127.0.0.1:{port}", "group_port": group_port}
     config = config_of(model, data, folder / "server", vllm={"server": {"servers": [address]}})
@@ -78,7 +78,7 @@ def answers_of_a_server(model: Path, data: ToyData, folder: Path, weights: Path)
 )
 @pytest.mark.scenario("Backend implementation swap preserves rollout contract")
 def test_all_backends_answer_alike(tied: Path, other_tied: Path, tmp_path: Path) -> None:
-    """With the guard and at the end of the context. All fields, in float32."""
+    """Compare all fields, in float32; the guard and the end of the context cut answers."""
     data = make_data(tmp_path / "data", train=SCENES, val=1, seed=0)
     hf = config_of(tied, data, tmp_path / "hf", rollout_backend="hf")
     by_hf = answers(hf, other_tied)

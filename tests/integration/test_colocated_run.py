@@ -71,7 +71,7 @@ class Run(StartedCommand):
 
     @property
     def answers(self) -> list[StepAnswer]:
-        """Those of the first steps."""
+        """Answers of the first steps."""
         return [answer for answer in logged_answers(self.folder) if answer.step <= STEPS]
 
     def kill_a_process(self) -> None:

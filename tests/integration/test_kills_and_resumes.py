@@ -34,7 +34,7 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "sync/weights_version")
 
 @dataclass(frozen=True)
 class World:
-    """What runs start from, and a run that was not killed: `whole`."""
+    """The start of runs, and a run that was not killed: `whole`."""
 
     folder: Path
     model: Path
@@ -97,7 +97,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """What does not depend on kills."""
+    """The part of a run that does not depend on kills."""
     steps = [line for line in lines(run / "metrics.jsonl") if "loss" in line]
     return [{"step": line["step"], **{key: line.get(key) for key in NUMBERS}} for line in steps]
 

@@ -134,7 +134,7 @@ def test_every_rollout_step_pushes_the_next_version_first(run: Run) -> None:
 
 @pytest.mark.req("LOGP-01", "ROLL-01", "SYNC-02")
 def test_engine_and_trainer_give_kept_tokens_the_same_log_probabilities(run: Run) -> None:
-    """With the weights of the checkpoint and with those that a step has changed."""
+    """They agree for the checkpoint's weights and for those that a step has changed."""
     for line in run.of("B"):
         assert line["mismatch/tokens"] > 0
         assert 0 < line["mismatch/all_mean"] <= line["mismatch/all_p99"] < MOST_MISMATCH

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
 def test_the_documented_installation_runs_swift_sft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an empty environment outside of the checkout."""
+    """The environment is empty and outside of the checkout."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv = tmp_path / "venv"
     monkeypatch.setenv("VIRTUAL_ENV", str(venv))

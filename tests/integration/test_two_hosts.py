@@ -167,7 +167,7 @@ class FarServer:
         raise AssertionError(self.log.read_text()[-2000:])
 
     def wait_until_it_decodes(self) -> None:
-        """Without a limit: the timeout of the test is one."""
+        """Wait; the time limit of the test is the only one."""
         while True:
             for line in self.get("/metrics/")[1].splitlines():
                 if line.startswith("rollout_running_sequences{") and float(line.split()[-1]):

@@ -65,7 +65,7 @@ def fake_driver(devices: Path) -> None:
 
 
 def started(argv: list[str], gib: float, environment: Mapping[str, str]) -> Started:
-    """What the command line would serve with. environment: becomes that of this process."""
+    """Settings of a server with this command line. environment: set for this process."""
     checks: Any = preflight
     checks.query_gpu_use = lambda: use_of(gib)
     found: list[ServerSettings] = []

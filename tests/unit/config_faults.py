@@ -47,7 +47,7 @@ def without(dotted: str, base: dict[str, Any] = WARMUP) -> dict[str, Any]:
 
 
 def _parent(mapping: Any, dotted: str) -> tuple[Any, Any]:
-    """What holds a value, and its key there; missing sections are made."""
+    """Return the mapping or list with the value, and its key; make missing sections."""
     *parents, last = [int(key) if key.isdecimal() else key for key in dotted.split(".")]
     here = mapping
     for key in parents:

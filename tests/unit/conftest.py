@@ -34,7 +34,7 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session", params=["toy", "qwen"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    """Each of the two in turn."""
+    """The toy tokenizer, then that of Qwen."""
     chosen: PreTrainedTokenizerFast = request.getfixturevalue(f"{request.param}_tokenizer")
     return chosen
 

@@ -113,7 +113,7 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any) -> Tensor:
 
 @dataclass
 class Costs(TorchDispatchMode):
-    """What the operations on fake tensors cost while it is open. A view costs nothing.
+    """Counts the cost of operations on fake tensors while it is open. A view costs nothing.
 
     operations, sent: of `FakeStep`, since `begin`. live: bytes of the fake tensors that exist;
     base: those that existed at `begin`. peak: the most since then. shapes: of all tensors.
@@ -195,7 +195,7 @@ class Costs(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    """Of its memory, which views share."""
+    """Return the key of its memory, which views share."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -208,7 +208,7 @@ def _sent(name: str, whole: int) -> float:
 
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:
-    """By torch's formulas; packed attention by the lengths of its segments."""
+    """Count by torch's formulas, and packed attention by the lengths of its segments."""
     name = func._schema.name
     if name == "torch_attn::_varlen_attn":
         return _attention(args[0], args[3], causal=args[7])
@@ -281,7 +281,7 @@ def put_on_fakes(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class FakeStep:
-    """What `StepCost` estimates, counted. shapes: of every tensor.
+    """Counts of what `StepCost` estimates. shapes: of every tensor.
 
     operations: of a pack, how many there are of each (FLOPs, bytes of memory). sent: its bytes to
     other processes.
@@ -299,7 +299,7 @@ class FakeStep:
         return sum(count * flops for (flops, _), count in self.operations.items())
 
     def seconds(self, gpu: Gpu) -> float:
-        """Of a pack at best: an operation takes as long as its arithmetic or as its memory."""
+        """Least seconds of a pack: each operation is bound by arithmetic or by memory."""
         return sum(
             count * max(flops / gpu.flops, moved / gpu.bandwidth)
             for (flops, moved), count in self.operations.items()

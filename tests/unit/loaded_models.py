@@ -20,7 +20,7 @@ def loaded_from(checkpoint: Path) -> LoadedModel:
 
 
 def load_small(checkpoint: Path, data: ToyData, out: Path, **changed: Any) -> LoadedModel:
-    """As a small run with these sections loads it, in training; no adapter is zero."""
+    """The model of a small run with these sections, in training mode. No adapter is zero."""
     loaded = load_model(parse_config(merge(small_mapping(checkpoint, data, out), changed)))
     loaded.model.train()
     return with_awake_adapters(loaded)

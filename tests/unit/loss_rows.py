@@ -119,7 +119,7 @@ class Case:
         return self.pipeline.select(self.row.to(torch.device("cpu")), self.channel)
 
     def loss(self, logits: Sequence[Tensor], selection: Selection | None = None) -> PackLoss:
-        """Of one forward's logits, or of the first and last of several."""
+        """The loss by the logits of one forward, or of the first and last of several."""
         chosen = self.select() if selection is None else selection
         reader = self.pipeline.reader(chosen)
         anchor = reader.anchor(as_given(logits[0]))
@@ -129,7 +129,7 @@ class Case:
     def gradients(
         self, logits: Sequence[Tensor], selection: Selection | None = None
     ) -> list[Tensor]:
-        """Of the total, with respect to each of the forwards' logits; of their type."""
+        """Gradients of the total for the logits of each forward, in their dtype."""
         leaves = [forward.detach().clone().requires_grad_() for forward in logits]
         self.loss(leaves, selection).total.backward()
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
@@ -238,13 +238,13 @@ def random_row(draw: Random, channel: Channel) -> Supervision:
 
 
 def random_weights(draw: Random, config: type[StrictModel]) -> dict[str, float]:
-    """Of each key of a module's config that is a weight, one in four 0."""
+    """Draw each key of a module's config that is a weight; one in four is 0."""
     keys = [key for key in config.model_fields if key.endswith("_weight")]
     return {key: draw.choice([0.0, 1.0, 1.0, 1.0]) * draw.uniform(0.01, 4.0) for key in keys}
 
 
 def random_entry(draw: Random) -> dict[str, Any]:
-    """What every module states besides its config; most count in both channels."""
+    """Draw an entry of a module without its config; most count in both channels."""
     return {
         "enabled": draw.random() < 0.9,
         "weight": draw.choice([0.0, *[1.0] * 7]) * draw.uniform(0.01, 4.0),

@@ -1,4 +1,4 @@
-"""What holds of every parsed rollout and of its target, whatever the ids are."""
+"""Properties of all parsed rollouts and their targets, for any ids."""
 
 from learner.stages.tokens import Tokenizer, token_table
 from learner.types import ParsedRollout

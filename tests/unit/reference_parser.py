@@ -54,7 +54,7 @@ def as_found(parsed: ParsedObject) -> Found:
 
 @dataclass
 class Reading:
-    """What the reference found; `prefix` is the kept part in symbols, None if there is none."""
+    """Result of the reference. prefix: the kept part in symbols; None if there is none."""
 
     prefix: str | None = None
     truncated: bool = False

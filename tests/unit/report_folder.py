@@ -117,7 +117,7 @@ def answer(
 
 @dataclass
 class MadeRun:
-    """What a run folder is made of. answers: in any order; each knows its step and rank."""
+    """Parts of a run folder. answers: in any order; each has its step and rank."""
 
     path: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -127,7 +127,7 @@ class MadeRun:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> RunFolder:
-        """As `learner.training.run_log` and `learner.runs.rollout_log` would."""
+        """Write as `learner.training.run_log` and `learner.runs.rollout_log` do."""
         self.path.mkdir(parents=True, exist_ok=True)
         two_channels = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
         data = ToyData.under(Path("/data"))

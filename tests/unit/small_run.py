@@ -69,7 +69,7 @@ def written(*objects: GroundTruthObject) -> str:
 
 
 def rollout(prompt_ids: list[int], answer_ids: list[int]) -> RolloutOutput:
-    """What a backend returns for these ids."""
+    """The output of a backend with these ids."""
     return RolloutOutput(prompt_ids, answer_ids, "", "stop", False, (1, 1), None)
 
 

@@ -165,7 +165,7 @@ def test_a_folder_without_a_whole_checkpoint_is_not_exported(tmp_path: Path, bas
 
 @pytest.mark.parametrize("content", ["", "{}", '{"base_model_name_or_path": "/nowhere"}', None])
 def test_an_adapter_without_a_base_is_refused(tmp_path: Path, content: str | None) -> None:
-    """None: an adapter whose base is itself."""
+    """content: None names the adapter itself as its base."""
     own = json.dumps({"base_model_name_or_path": str(tmp_path)})
     (tmp_path / ADAPTER).write_text(own if content is None else content)
     with refused("model.model", str(tmp_path)):

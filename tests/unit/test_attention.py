@@ -53,7 +53,7 @@ def loaded(load: Load) -> LoadedModel:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """By a mask over the whole row."""
+    """Attention by a mask over the whole row."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen = (owner[:, None] == owner) & torch.ones(len(owner), len(owner)).tril().bool()
     groups = q.shape[1] // k.shape[1]
@@ -206,7 +206,7 @@ def _asking() -> str:
 
 
 def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
-    """As `Pack.to` has it, with fakes for what is moved."""
+    """Do what `Pack.to` does; moved tensors are fake ones."""
 
     def moved(part: Supervision) -> Supervision:
         found = {f.name: getattr(part, f.name) for f in fields(part)}

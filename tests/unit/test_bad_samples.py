@@ -88,7 +88,7 @@ def test_all_bad_samples_are_named_before_a_run_starts(config_of: ConfigOf, data
 def test_the_check_refuses_the_sides_that_the_processor_refuses(
     config_of: ConfigOf, data: ToyData
 ) -> None:
-    """With the real processor, on both sides of its bound. Its own error names the sample."""
+    """The processor is real. One image is within its bound, the other is above it."""
     config = config_of()
     processor = AutoProcessor.from_pretrained(config.model.model)
     prompt = PromptEncoder(processor, config.template.prompt, None)

@@ -50,7 +50,7 @@ def written(folder: Path, document: Any) -> Path:
 def converted(
     folder: Path, *annotations: Any, images: Any = None, categories: Any = CATEGORIES, **wanted: Any
 ) -> Conversion:
-    """As `learner data convert` of a file in the folder of the images."""
+    """Do what `learner data convert` does with a file beside the images."""
     listed = [image(1)] if images is None else images
     document = {"images": listed, "annotations": annotations, "categories": categories}
     source = read_coco(written(folder, document), folder)

@@ -155,7 +155,7 @@ def test_the_health_check_accepts_a_server_that_is_ready_or_lacks_only_a_push(
 
 
 def settings_of(unit: Path) -> dict[str, list[str]]:
-    """Each key of a unit with its values in order. Continued lines are joined."""
+    """Return the values of each key of a unit, in order. Continued lines are joined."""
     lines = unit.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     pairs = [line.split("=", 1) for line in lines if re.match(r"[A-Za-z]+=", line)]
     return {key: [value for k, value in pairs if k == key] for key, _ in pairs}
@@ -194,7 +194,7 @@ def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
     reason="systemd-analyze is not there (Debian: apt-get install systemd)",
 )
 def test_systemd_verifies_both_units(tmp_path: Path) -> None:
-    """In a root with the targets and programs that the units name."""
+    """The root folder has the targets and programs that the units name."""
     units = tmp_path / "etc/systemd/system"
     units.mkdir(parents=True)
     for target in ("basic", "multi-user", "network-online", "shutdown", "sysinit", "umount"):

@@ -51,7 +51,7 @@ def by_name(detected: Detected) -> dict[str, float | None]:
 def test_detections_rank_by_the_probabilities_of_their_coordinates(
     right: float, wrong: float, ap: float
 ) -> None:
-    """One of both is right; the first tokens are of the descriptions and do not count."""
+    """One of two boxes is right. The tokens of the descriptions do not count."""
     boxes = (CAT, ELSEWHERE)
     predicted = [
         ParsedObject(f"object_{n}", n, "bbox_2d", list(o.shape.coords), "cat", places, (0, 0), [])

@@ -160,7 +160,7 @@ def estimate_of(
     processes: int = 1,
     pushed: int = 2**30,
 ) -> Estimate:
-    """Of channel A with this cost."""
+    """The estimate of a run of channel A with this cost."""
     return Estimate(config, gpu, processes, 8, {"A": cost}, 1, pushed, 0, served)
 
 

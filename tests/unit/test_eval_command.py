@@ -246,7 +246,7 @@ ODD = "\u2028 \x85 \x0c"
 
 @pytest.fixture
 def found(tmp_path: Path) -> list[ScoredAnswer]:
-    """Of six samples, four right ones, one that misses an object, one with nothing right."""
+    """Four right answers, one that misses an object, one without any object."""
     image = tmp_path / "scene.png"
     Image.new("RGB", (64, 64)).save(image)
     predicted = [[CAT, DOG], [DOG], [], [CAT, DOG], [CAT, DOG], [CAT, DOG]]
@@ -313,7 +313,7 @@ def test_predictions_are_results_for_the_converted_data_file(form: str, tmp_path
 def finished(
     folder: Path, answers: list[ScoredAnswer], peers: Peers, step: int = 120, save: bool = True
 ) -> dict[str, float]:
-    """What each process of a run does with the answers to its samples."""
+    """Finish an evaluation as each process of a run does. answers: of all processes."""
     detection = {"eval_detection": {"enabled": True, "save_answers": save}}
     training = {"eval_strategy": "steps", "eval_steps": 3}
     sections = {"training": training, "rollout_matching": detection}

@@ -131,7 +131,7 @@ def test_hit_is_not_lost_to_another_description_at_its_place(toy_tokenizer: Toke
 def test_pairs_are_as_many_and_as_close_as_the_best_of_all_pairings(
     rows: list[list[float | None]],
 ) -> None:
-    """None: must not be paired. Every way is tried."""
+    """rows: None must not be paired. The reference tries all pairings."""
     iou = np.array([[-1.0 if v is None else v for v in row] for row in rows])
     iou = iou.reshape(len(rows), len(rows[0]) if rows else 0)
     pairs = most_pairs(iou, iou >= 0)
@@ -158,7 +158,7 @@ def best_way(iou: list[list[float]], taken: frozenset[int] = frozenset()) -> tup
 def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
     toy_tokenizer: Tokenizer, tmp_path: Path, form: Literal["NFC", "NFD"]
 ) -> None:
-    """By a tokenizer that normalizes to NFC, as Qwen's does."""
+    """The tokenizer normalizes to NFC, as Qwen's does."""
     tokenizer = train_toy_tokenizer()
     tokenizer.backend_tokenizer.normalizer = NFC()
     (tmp_path / "a.png").touch()

@@ -54,7 +54,7 @@ def pack(samples: int, name: str = "own") -> Pack:
 
 @dataclass
 class Ran:
-    """What one rank ran. forwards: (name, samples) each; fractions, synced: by backward."""
+    """Record of one rank. forwards: (name, samples) each; fractions, synced: of backwards."""
 
     forwards: list[tuple[str, int]] = field(default_factory=list)
     fractions: list[float] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Nobody(RolloutBackend):
 def step(
     peers: Peers, packs: Iterator[Chunk[Pack]], samples: int, ran: Ran, config: Config = CONFIG
 ) -> None:
-    """One step of channel B over these packs, as `ran` then says."""
+    """Run a step of channel B over these packs, and record it in `ran`."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     policy = Policy(Nobody(), RequestSettings("", None, RequestConfig()))

@@ -41,7 +41,7 @@ def rows() -> Iterator[Row]:
 
 
 def shared() -> dict[str, tuple[float, ...]]:
-    """By profile of the table of one shared GPU: fraction, GiB kept, GiB left, sequences."""
+    """Table of one shared GPU by profile: fraction, GiB kept, GiB left, sequences."""
     return {
         profile: (float(fraction), *map(float, numbers))
         for profile, fraction, *numbers in lines()

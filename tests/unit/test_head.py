@@ -183,7 +183,7 @@ def test_the_gradient_is_that_of_the_plain_product(tied: bool) -> None:
 
 
 def test_two_forwards_in_one_backward_add_up() -> None:
-    """As those of channel A do."""
+    """A step of channel A has two forwards in one backward."""
     task = double(tied=True)
     (once,) = torch.autograd.grad(task.loss(task.head.forward), task.weight)
     (task.loss(chunked(task.head)) + 2 * task.loss(chunked(task.head))).backward()
@@ -203,7 +203,7 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
 
 @pytest.mark.req("FULL-03")
 def test_products_of_a_weight_in_16_bits_are_rounded_once() -> None:
-    """As FSDP2 gathers it. A sum of 64 chunks in bfloat16 would be off by more than a percent."""
+    """FSDP2 gathers such a weight. A sum of 64 chunks in bfloat16 is off by over a percent."""
     head = nn.Linear(16, 50, bias=False, dtype=torch.bfloat16)
     rows = torch.rand(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     call = chunked(head)

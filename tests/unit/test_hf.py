@@ -231,7 +231,7 @@ def adapted(model: PreTrainedModel) -> Any:
 def test_rollout_does_not_change_a_model_in_training(
     backend_of: BackendOf, model: PreTrainedModel, processor: Any, requests: Requests
 ) -> None:
-    """With gradient checkpointing, adapters, a part in evaluation mode and pending gradients."""
+    """It has checkpointing, adapters, a part in evaluation mode and pending gradients."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     peft = adapted(model).train()

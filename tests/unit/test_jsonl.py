@@ -64,7 +64,7 @@ def test_a_sample_has_absolute_image_paths(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.req("RES-20")
 def test_descriptions_are_read_in_nfc(tmp_path: Path) -> None:
-    """As the names of a Mac's files are not, and what tokenizers make of them is."""
+    """Names of files on a Mac are in NFD; tokenizers change them to NFC."""
     boxes = [{**BOX, "desc": unicodedata.normalize(form, "café")} for form in ("NFD", "NFC")]
     (sample,) = read_samples(write(tmp_path, record(objects=boxes)), allow_poly=False)
     assert [item.desc for item in sample.objects] == ["caf\u00e9"] * 2

@@ -110,7 +110,7 @@ def test_clients_have_the_timeouts_of_the_config(config_of: ConfigOf) -> None:
 def test_a_run_writes_answers_in_the_configured_order_and_curves_in_the_configured_folder(
     config_of: ConfigOf, tmp_path: Path, logged: bool
 ) -> None:
-    """One step on answers of the learner's own."""
+    """The run makes one step; the learner itself generates."""
     training = {"max_steps": 1, "save_strategy": "no", "logging_dir": str(tmp_path / "curves")}
     config = config_of(
         custom={"object_field_order": "geometry_first"},

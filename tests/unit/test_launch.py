@@ -35,7 +35,7 @@ FILE = Path("run.yaml")
 
 @contextmanager
 def refused() -> Iterator[list[tuple[str, str]]]:
-    """Where and found of every fault."""
+    """Collect `where` and `found` of all faults."""
     faults: list[tuple[str, str]] = []
     with pytest.raises(ContractError) as caught:
         yield faults

@@ -52,7 +52,7 @@ def stops(folder: Path) -> list[list[bool]]:
 
 
 def test_end_of_the_learner_stops_the_servers_and_gives_the_exit_code(tmp_path: Path) -> None:
-    """Of the 2 that one process ends with, torchrun would make 1."""
+    """One process ends with 2; torchrun would end with 1."""
     with Launch(tmp_path, learner=[-1, 2]) as launch:
         below = launch.wait_for_files("serving-0", "serving-1")
         assert launch.code() == 2

@@ -312,7 +312,7 @@ WITHOUT_TORCH = [
 
 
 def loaded_by(modules: list[str], packages: set[str] = ENGINES) -> set[str]:
-    """Those of `packages` that a fresh interpreter has loaded after it imported `modules`."""
+    """Return which of `packages` an import of `modules` loads in a fresh interpreter."""
     program = f"import sys, {', '.join(modules)}\nprint(*{packages!r} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True

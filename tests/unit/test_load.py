@@ -61,7 +61,7 @@ def without_processor(folder: Path) -> None:
 
 @pytest.fixture
 def config(toy_checkpoint: Path, config_of: ConfigOf, tmp_path: Path) -> Config:
-    """Of a copy of the toy model."""
+    """The config of a run of a copied toy model."""
     copied = shutil.copytree(toy_checkpoint, tmp_path / "model")
     return config_of(model={"model": str(copied)})
 
@@ -82,7 +82,7 @@ def test_an_incomplete_checkpoint_is_refused(config: Config, spoil: Callable[[Pa
 
 
 def untied_above(folder: Path) -> None:
-    """What reads `text_config` alone takes the head for a tied one."""
+    """Untie the head on top; `text_config` still says that it is tied."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     assert config["text_config"]["tie_word_embeddings"]
@@ -150,7 +150,7 @@ def test_an_adapter_of_one_tied_end_is_refused(config: Config, tmp_path: Path, t
 
 
 def test_rows_of_a_head_that_is_tied_above_alone_are_those_of_the_embedding(config: Config) -> None:
-    """As transformers decides it: by the top level, not by `text_config`."""
+    """transformers reads this at the top level, not in `text_config`."""
     file = config.model.model / "config.json"
     whole = json.loads(file.read_text())
     whole["text_config"]["tie_word_embeddings"] = False

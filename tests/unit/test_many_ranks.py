@@ -70,7 +70,7 @@ class CountedPeers(GroupPeers):
 
 @dataclass(kw_only=True)
 class Rank(Fleet):
-    """One learner process."""
+    """A learner process."""
 
     peers: CountedPeers
 
@@ -97,7 +97,7 @@ class Ranks:
     ranks: list[Rank]
 
     def outcomes(self, work: Callable[[Rank], T]) -> list[T | BaseException]:
-        """What `work` returns or raises in each process, at the same time."""
+        """Run `work` in all processes at once; return its results or errors."""
 
         def outcome(rank: Rank) -> T | BaseException:
             try:
@@ -109,7 +109,7 @@ class Ranks:
         return in_parallel([partial(outcome, rank) for rank in self.ranks])
 
     def results(self, work: Callable[[Rank], T]) -> list[T]:
-        """What `work` returns in each process; raises the first error."""
+        """Run `work` in all processes at once; return its results, or raise the first error."""
         results: list[T] = []
         for outcome in self.outcomes(work):
             if isinstance(outcome, BaseException):
@@ -343,7 +343,7 @@ def test_a_process_whose_send_breaks_gathers_on_with_the_others() -> None:
 @pytest.mark.req("ROLL-03", "SYNC-07")
 def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
     class Shared:
-        """One for all processes; the second push breaks."""
+        """The pusher of all processes; its second push breaks."""
 
         def push_together(self, version: int, dtype: DtypeName) -> SyncReport:
             one = run.rollouts[0]

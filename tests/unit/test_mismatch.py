@@ -79,7 +79,7 @@ def answers(
 def plain_mismatch(
     learner: ToyLearner, segments: Sequence[Segment], rollouts: Sequence[RolloutOutput]
 ) -> Mismatch:
-    """By the log-softmax, in float64, of all logits of the row."""
+    """Compute it by the log-softmax of all logits of the row, in float64."""
     logits = packed_logits(learner.model, make_pack(segments)).detach().double().log_softmax(-1)
     roles, nats = list[int](), list[float]()
     start = 0

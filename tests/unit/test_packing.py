@@ -82,7 +82,7 @@ def first_come_total(lengths: Sequence[int]) -> int:
 )
 @given(POOLS)
 def test_a_selection_is_the_oldest_with_others_at_least_as_full_as_fifo(lengths: list[int]) -> None:
-    """In insertion order, each once; no older segment of the same length is passed over."""
+    """No older segment of the same length is passed over."""
     chosen = select_segments(lengths, CAPACITY)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
@@ -269,7 +269,7 @@ def test_without_packing_each_segment_is_a_pack_of_its_own_however_long(last: bo
 @pytest.mark.req("STEP-03")
 @pytest.mark.parametrize(("median", "sigma"), [(0.125, 0.6), (0.4, 0.4), (0.5, 0.3), (0.6, 0.1)])
 def test_parts_of_a_step_have_few_more_packs_than_the_whole(median: float, sigma: float) -> None:
-    """Of at least half of the packs the forward does not wait for the last part."""
+    """The forwards of half of the packs or more do not wait for the last part."""
     draws, capacity, packs, early = random.Random(0), 12_000, dict.fromkeys((1, PARTS), 0), 0
     for _ in range(60):
         lengths = [draws.lognormvariate(math.log(median * capacity), sigma) for _ in range(32)]

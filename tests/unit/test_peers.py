@@ -41,7 +41,7 @@ def ranks_of(
 
 
 def outcomes(ranks: list[GroupPeers], work: Work) -> list[Any]:
-    """What `work` returned or raised in each rank."""
+    """Run `work` in all ranks at once; return its results or errors."""
 
     def guarded(peers: GroupPeers) -> Any:
         with peers.guarded():

@@ -63,7 +63,7 @@ def loss_of(
 def gradient_of(
     row: Supervision, logits: Tensor, module: PolicyGradientModule, start: Tensor | None = None
 ) -> Tensor:
-    """Of the module alone."""
+    """The gradient of the module without others."""
     leaf = logits.clone().requires_grad_()
     loss_of(row, leaf, module, start, others=()).total.backward()
     assert leaf.grad is not None

@@ -209,7 +209,7 @@ def test_beside_servers_that_are_up_the_learner_is_started_on_its_gpus(
 @pytest.mark.slow
 @pytest.mark.req("DEP-02")
 def test_the_exit_code_of_several_processes_is_that_of_the_learner(tmp_path: Path) -> None:
-    """By the real torchrun: a supervisor has to know bad input. Rank 0 ends with its peer."""
+    """torchrun is the real one. Rank 0 ends together with its peer."""
     preflight = f'[ "$1" != preflight ] || exec {assigning(good() + chr(10))}'
     program = tmp_path / "learner"
     program.write_text(f'#!/bin/sh\n{preflight}\n[ "$RANK" = 0 ] || exit 2\nexec sleep 600\n')

@@ -39,7 +39,7 @@ def loaded(checkpoint: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: Path) -> list[RolloutEnvelope]:
-    """What a server with the checkpoint's weights answers to the prompts."""
+    """Answers of a server with the checkpoint's weights to the prompts."""
     made = []
     for request in prompts().values():
         images, text = list[Path](), cast(Any, request.messages[0].content[-1]).text
@@ -159,7 +159,7 @@ def test_pushes_that_are_proven(verify: Verify, proven: list[int]) -> None:
 def test_every_server_that_answers_is_proven_after_a_push(
     loaded: LoadedModel, answers: list[RolloutEnvelope]
 ) -> None:
-    """One that hangs up is lost, which proves nothing of the weights."""
+    """A server that hangs up is lost. This is no sign of wrong weights."""
     with scripted_server() as one, scripted_server() as other:
         rollouts = [S(one), S(other)]
         one.routes[INFER] = other.routes[INFER] = lambda _: answers

@@ -67,7 +67,7 @@ def pusher_to(
 
 
 def sent_by(model: nn.Module) -> dict[str, Tensor]:
-    """What a push of the model sends to engines of bfloat16."""
+    """Tensors that a push of the model sends to engines of bfloat16."""
     return {name: p.detach().bfloat16() for name, p in model.named_parameters()}
 
 
@@ -338,7 +338,7 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
 @pytest.mark.req("SYNC-01", "SYNC-04")
 @pytest.mark.parametrize("route", [INIT, START, UPDATE, ADAPTER])
 def test_a_pusher_that_was_closed_forms_no_other_group(server: ScriptedServer, route: str) -> None:
-    """As a push that was left behind in its thread."""
+    """A push can still run in its thread when its pusher is closed."""
     worker = Worker(server)
     mode = SyncMode.of(adapted(), "adapter" if route == ADAPTER else "full", True)
     works = server.routes[route]

@@ -263,7 +263,7 @@ def test_server_that_stays_away_ends_the_run_with_the_reason() -> None:
 
 @pytest.mark.req("ROLL-03")
 def test_server_that_is_gone_for_good_is_not_waited_for() -> None:
-    """As a colocated one that has ended too often."""
+    """A colocated server that has ended too often is such a server."""
 
     def check() -> None:
         raise RunError("it ended 6 times")

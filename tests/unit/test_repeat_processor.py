@@ -169,7 +169,7 @@ class Batch:
 
 
 def verdicts(config: RepeatTerminateConfig, key: list[int], stream: Sequence[int]) -> list[bool]:
-    """By the plain definition: before each id of `stream` and behind the last."""
+    """Apply the plain definition before each id of `stream` and behind the last."""
     now = (repeats_now(config, [*stream[:end]], tuple(key)) for end in range(len(stream) + 1))
     return [*accumulate(now, or_)]
 

@@ -218,7 +218,7 @@ def test_run_without_an_evaluation_links_to_the_way_to_get_one(tmp_path: Path) -
 
 
 def evaluated(run: RunView, name: str, checkpoint: Path, data: Path, f1: float = 0.5) -> None:
-    """As `learner eval` leaves it in the folder of a run."""
+    """Write what `learner eval` writes into the folder of a run."""
     folder = run.folder.path / "evaluations" / name
     folder.mkdir(parents=True)
     scores = {

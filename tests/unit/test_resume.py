@@ -266,7 +266,7 @@ def tensors(path: Path) -> dict[str, bytes]:
 @pytest.mark.req("RUN-01", "MET-01", "STEP-01")
 @pytest.mark.scenario("Channel selection continues across checkpoint resume")
 def test_a_resumed_run_equals_an_uninterrupted_one(resumable: ConfigOf, tmp_path: Path) -> None:
-    """With dropout, evaluations, steps after the checkpoint, over the end of an epoch."""
+    """It has dropout, evaluations, steps after the checkpoint and a second epoch."""
     lora = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.2}
 
     def config(name: str, **training: Any) -> Config:

@@ -166,7 +166,7 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
 def test_each_token_has_the_role_of_its_characters_wherever_the_text_is_split(
     tokenizer: PreTrainedTokenizerFast, data: st.DataObject
 ) -> None:
-    """As a real tokenizer splits it, and at any bytes."""
+    """A real tokenizer splits the text, then splits at any bytes are drawn."""
     entries, comma, tail = data.draw(answers())
     check_roles(data, tokenizer, encode(tokenizer, written(entries, comma, tail)), entries, comma)
     names = data.draw(splits(written(entries, comma, tail)))
@@ -290,7 +290,7 @@ def check_groups(
 
 
 def kept_entries(entries: list[Written], parsed: ParsedRollout) -> list[Written]:
-    """Those up to the last one whose value is an object, which is where the cut is."""
+    """Return the entries up to the last one whose value is an object: the cut is there."""
     n_kept = max((i for i, entry in enumerate(entries, start=1) if entry.is_object), default=0)
     assert n_kept == len(parsed.entry_ends)
     assert sum(entry.valid for entry in entries[:n_kept]) == len(parsed.objects)

@@ -59,7 +59,7 @@ SMOOTH = (text(self_context=0.3), SMOOTH_BOXES, bins(text_gate=0.5))
 
 
 class Wide(TorchFunctionMode):
-    """What the model computes in float32 whatever its weights are, in float64."""
+    """Computes in float64 where the model asks for float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,7 +82,7 @@ def wide() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(toy_checkpoint: Path) -> dict[bool, LoadedModel]:
-    """Of random weights in float64, in training; by whether the head is tied."""
+    """Models with random float64 weights in training mode. Key: whether the head is tied."""
     processor = AutoProcessor.from_pretrained(toy_checkpoint)
 
     def made(tie: bool) -> LoadedModel:

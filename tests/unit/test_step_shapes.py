@@ -66,7 +66,7 @@ def cost_of(config: Config, channel: Channel, samples: list[Sample]) -> FakeStep
 
 
 def corrected(config: Config, loaded: LoadedModel, recipe: Recipe, samples: list[Sample]) -> Pack:
-    """As many answers as fit, each with all objects but one; the first one comes twice."""
+    """A pack as full as possible. Its answers lack an object, and repeat another."""
     segments, length = [], 0
     for sample in samples:
         _, *most = sample.objects
@@ -100,7 +100,7 @@ def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
 
 
 def _channels(config: Config) -> list[Channel]:
-    """Those that steps of the profile run."""
+    """Channels that the steps of the profile have."""
     possible: list[tuple[Channel, bool]] = [("A", config.b_ratio < 1), ("B", config.b_ratio > 0)]
     return [channel for channel, runs in possible if runs]
 

@@ -84,7 +84,7 @@ def test_the_files_are_in_the_data_format_with_paths_relative_to_them(toy: ToyDa
 
 
 def drawn_scenes() -> Iterator[tuple[npt.NDArray[np.bool_], list[SceneObject]]]:
-    """Where 50 scenes have anything but background, and their objects."""
+    """Masks of the pixels that are no background, and the objects, of 50 scenes."""
     for seed in range(50):
         image, objects = make_scene(np.random.default_rng(seed))
         pixels = np.asarray(image)

@@ -140,7 +140,7 @@ def test_a_pack_is_as_much_as_its_operations(
 @pytest.mark.slow
 @pytest.mark.nightly  # the layout of each family's checkpoint is tested below
 def test_a_run_resumes_bit_for_bit(checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> None:
-    """With the same bits, though names or layout of the file are not those of the model."""
+    """The file has other names or another layout than the model."""
     training = {"save_steps": 2, "max_steps": 3, "resume": "auto"}
     config = small_config(checkpoint, toy_data, tmp_path / "run", training=training)
     last = run_quietly(config) / "checkpoint-3"

@@ -132,7 +132,7 @@ def test_a_parameter_has_the_rate_of_its_part_and_at_zero_no_gradient(config_of:
 
 @pytest.fixture
 def umask() -> Iterator[int]:
-    """One that is neither a usual default nor all of group and others."""
+    """A umask that is no usual default and that masks some bits of group and others."""
     before = os.umask(0o026)
     yield 0o026
     os.umask(before)

@@ -36,7 +36,7 @@ SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
 def bins_of(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> tuple[float, ...]:
-    """What one pair is taught, beside another."""
+    """Bins that are taught to a pair in a batch of two."""
     _, bins = projected_bins([(truth, predicted), (predicted, truth)], cost, epsilon, iters)
     return bins
 
@@ -128,7 +128,7 @@ SIDES = st.integers(8, 500)
 
 
 def taught(predicted: Shape, truth: Shape, cost: TransportCost = DEFAULTS.ot_cost) -> FloatArray:
-    """By the settings that are shipped."""
+    """Bins with the default settings."""
     return np.array(bins_of(predicted, truth, cost, DEFAULTS.ot_epsilon, DEFAULTS.ot_iters))
 
 

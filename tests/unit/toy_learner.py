@@ -74,11 +74,11 @@ class ToyLearner:
         return make_pack(self.channel_a.segments(samples))
 
     def answer(self, sample: Sample, text: str) -> RolloutOutput:
-        """What a backend would return that answers a sample so."""
+        """The output of a backend that answers the sample with `text`."""
         return rollout(self.encoding.prompt(sample).ids.tolist(), encode(self.tokenizer, text))
 
     def loss(self, pack: Pack, channel: Channel = "A", totals: Totals | None = None) -> PackLoss:
-        """Over a pack's own totals, or over those of the whole that it is a part of."""
+        """The loss of a pack. totals: of the whole that it is a part of; None: its own."""
         selection = self.pipeline.select(pack.supervision, channel)
         if totals is not None:
             selection = replace(selection, totals=totals)
@@ -87,7 +87,7 @@ class ToyLearner:
         return self.pipeline(stats, selection, channel)
 
     def gradients(self, *losses: PackLoss) -> Gradients:
-        """Of the sum of losses, by the name of the parameter; zeros where nothing arrives."""
+        """Gradients of the sum of losses by parameter; zeros for one without a gradient."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         total = torch.stack([loss.total for loss in losses]).sum()
         grads = torch.autograd.grad(
@@ -98,7 +98,7 @@ class ToyLearner:
 
 @torch.no_grad()
 def sharpened(loaded: LoadedModel, factor: float) -> LoadedModel:
-    """With coordinate logits so many times as large: their distributions get peaks."""
+    """Multiply the logits of coordinates by `factor`: their distributions get peaks."""
     for name, weight in loaded.model.named_parameters():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             weight[loaded.vocab.ids] *= factor
@@ -107,7 +107,7 @@ def sharpened(loaded: LoadedModel, factor: float) -> LoadedModel:
 
 @torch.no_grad()
 def with_awake_adapters(loaded: LoadedModel) -> LoadedModel:
-    """With no adapter that is zero, as half of each is to begin with."""
+    """Fill the halves of adapters that are zero at the start."""
     generator = torch.Generator().manual_seed(0)
     for weight in loaded.model.parameters():
         if weight.requires_grad and not weight.any():
@@ -116,7 +116,7 @@ def with_awake_adapters(loaded: LoadedModel) -> LoadedModel:
 
 
 def stated_arguments() -> set[str]:
-    """What the model's forwards take by name, from the top to the language model."""
+    """Names of the arguments of the model's and the language model's forwards."""
     forwards = (Qwen3VLForConditionalGeneration.forward, Qwen3VLTextModel.forward)
     named = {name for forward in forwards for name in signature(forward).parameters} - {"kwargs"}
     return named | FlashAttentionKwargs.__annotations__.keys()

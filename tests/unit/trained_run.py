@@ -31,7 +31,7 @@ class TrainedRun:
         return metric_lines(self.folder, key)
 
     def answers(self, step: int) -> "list[ScoredAnswer]":
-        """Of the evaluation after a step."""
+        """Answers of the evaluation after a step."""
         from learner.analysis.evaluation.folder import read_answers
 
         return read_answers(self.folder / "evaluations" / f"step_{step:06d}")
