@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -15,12 +15,14 @@ from learner.distributed.waiting import reporting_waits, use_passive_wait, waiti
 from learner.runs.atomic_files import expect_full_disks_in_threads, require_free
 from learner.runs.console import tell
 
+if TYPE_CHECKING:
+    from learner.config.training import TrainingConfig
+
 
 def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     """Train a detector. All hyperparameters are in the YAML file."""
     from learner.config import load_config
     from learner.rollout.colocate import describe_backend, learner_environment
-    from learner.runs.checkpoint import remove_old
     from learner.training.input_checks import check_inputs, generates
     from learner.training.server_checks import reach_servers
 
@@ -29,14 +31,8 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     inputs = check_inputs(parsed)
     first = os.environ.get("RANK", "0") == "0"
     if message := inputs.finished(parsed.training):
-        if first:  # what remains to do after a kill at the end of the run
-            from learner.analysis.report.run_page import write_or_warn
-            from learner.analysis.report.run_view import REPORT
-
-            folder = parsed.training.output_dir
-            remove_old(folder, parsed.training.save_total_limit)
-            if not (folder / REPORT).exists():
-                write_or_warn(folder, console)
+        if first:
+            _finish(parsed.training, console)
         tell(console, message)
         return
     with reporting_waits(partial(tell, console)) if first else nullcontext():
@@ -58,6 +54,17 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
         from learner.operate.export import push_run
 
         tell(console, f"Pushed: {push_run(parsed)}")
+
+
+def _finish(training: "TrainingConfig", console: Console) -> None:
+    """Do what remains to do after a kill at the end of a run."""
+    from learner.analysis.report.run_page import write_or_warn
+    from learner.analysis.report.run_view import REPORT
+    from learner.runs.checkpoint import remove_old
+
+    remove_old(training.output_dir, training.save_total_limit)
+    if not (training.output_dir / REPORT).exists():
+        write_or_warn(training.output_dir, console)
 
 
 def launch(
@@ -94,6 +101,7 @@ def launch(
     options = LaunchOptions(device, tuple(server_gpus or ()), train_gpus, train_processes)
     plan = plan_launch(path, parsed, options, own)
     if message := plan.inputs.finished(parsed.training):
+        _finish(parsed.training, console)
         say(message)
         return
     plan.write_files()

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
@@ -305,16 +307,28 @@ def test_run_without_checkpoint_starts_anew_and_save_steps_may_change(resumable:
 
 
 @pytest.mark.req("RUN-01", "CFG-01")
-def test_finished_run_is_unchanged(resumable: ConfigOf, capsys: pytest.CaptureFixture[str]) -> None:
-    config = resumable()
+@pytest.mark.parametrize(
+    "command",
+    [run_command.train, partial(run_command.launch, device="cpu")],
+    ids=["train", "launch"],
+)
+def test_finished_run_is_unchanged(
+    resumable: ConfigOf, capsys: pytest.CaptureFixture[str], command: Callable[[Path], None]
+) -> None:
+    servers = [{"base_url": "http://127.0.0.1:1", "group_port": 2}]
+    vllm = {"mode": "server", "server": {"servers": servers}}
+    config = resumable(rollout_matching={"rollout_backend": "vllm", "vllm": vllm})
     with_checkpoint(config, STEPS)
-    (config.training.output_dir / "report.html").touch()
+    (report := config.training.output_dir / "report.html").touch()
     path = config.training.output_dir.with_suffix(".yaml")
     path.write_text(dump_resolved(config))
     before = sorted(path.parent.rglob("*"))
-    run_command.train(path)
+    command(path)
     assert f"Finished at step {STEPS}" in capsys.readouterr().out
     assert sorted(path.parent.rglob("*")) == before
+    report.unlink()
+    command(path)
+    assert "no report.html" in capsys.readouterr().out  # this folder has no run.json
 
 
 @pytest.mark.req("RUN-01")
