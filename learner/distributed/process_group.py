@@ -92,6 +92,8 @@ class GroupPeers(Peers):
                     self._begin_round(json.dumps({"error": described(error)}))
             raise
         self._await(self._begin_round(own), meanwhile)
+        # All processes have begun this round, and so have read the one before it.
+        self._store.delete_key(f"round/{self._rounds - 1}/{self.rank}")
         parts = [json.loads(self._store.get(self._key(rank))) for rank in range(self.count)]
         for rank, part in enumerate(parts):
             if "error" in part:
@@ -130,8 +132,6 @@ class GroupPeers(Peers):
         """Store the result of this process; return the handle of the round's collective."""
         self._rounds += 1
         self._store.set(self._key(self.rank), own)
-        if self._rounds > 2:  # all processes are in a later round, and have read it
-            self._store.delete_key(f"round/{self._rounds - 2}/{self.rank}")
         return self._group.allreduce(torch.zeros(1))
 
     def _await(self, handle: Any, meanwhile: Callable[[], object] | None) -> None:

@@ -2,23 +2,27 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, RolloutBackend
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.policy import Policy, RequestSettings
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, ContractErrors, RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
+from tests.unit.fleets import wait_until
 from tests.unit.ranks_in_threads import gloo_groups, keep
 
 _LIMIT_S = 60.0
@@ -134,6 +138,30 @@ def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> No
     assert caught.value.__cause__ is broken
 
 
+@pytest.mark.req("DDP-01", "ROLL-03")
+def test_results_are_kept_for_a_rank_that_reads_them_after_the_next_round_has_failed() -> None:
+    """As after a push by all processes that breaks, which one of them then makes alone."""
+
+    class Late(PrefixStore):
+        def get(self, key: str) -> bytes:
+            wait_until(lambda: not key.startswith("round/1/") or self.check(["round/3/1"]))
+            return super().get(key)
+
+    def work(peers: Peers) -> list[int]:
+        read = peers.all_gather(lambda: peers.rank)
+        with suppress(RunError, ZeroDivisionError):
+            peers.all_gather(lambda: 1 // (1 - peers.rank))
+        peers.all_gather(lambda: None)
+        return read
+
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    keep(groups := gloo_groups(store, 2))
+    stores = (Late("", store), PrefixStore("", store))
+    ranks = [GroupPeers(rank, 2, stores[rank], groups[rank], QUICK) for rank in range(2)]
+    assert outcomes(ranks, work) == [[0, 1]] * 2
+
+
 @pytest.mark.req("DDP-01")
 def test_rank_that_is_gone_breaks_the_collective_of_the_others() -> None:
     """Its connections close when it is killed, as here when its group is deleted."""
@@ -170,32 +198,16 @@ def test_waiting_rank_calls_meanwhile_again_and_again() -> None:
 def test_rank_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
     error: Exception, code: int, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended = Ended()
-    timing = Timing(beat=0.01, grace=0.01, linger=600.0)
+    codes, timing = list[int](), Timing(beat=0.01, grace=0.01, linger=600.0)
 
     def work(peers: GroupPeers) -> None:
         if peers.rank == 1:
             raise error
-        ended.wait()
+        wait_until(lambda: codes)
 
-    outcomes(ranks_of(2, timing, end=ended), work)
-    assert ended.codes == [code]
+    outcomes(ranks_of(2, timing, end=codes.append), work)
+    assert codes == [code]
     assert capfd.readouterr().err == told
-
-
-class Ended:
-    """Records the exit codes of ended ranks."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self._once = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self._once.set()
-
-    def wait(self) -> None:
-        assert self._once.wait(_LIMIT_S)
 
 
 class LostStore(HashStore):
@@ -243,21 +255,18 @@ def test_failure_reaches_the_others_before_the_failed_process_has_cleaned_up() -
 
 @pytest.mark.req("DDP-01")
 def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    ended = Ended()
+    codes, timing = list[int](), Timing(beat=0.01, grace=0.05, linger=0.1)
 
     def work(peers: GroupPeers) -> None:
-        if peers.rank == 0:
-            ended.wait()
-            return
         try:
             with peers.propagate_errors():
-                raise ContractError("a.b", "no", "Add it")
+                if peers.rank == 1:
+                    raise ContractError("a.b", "no", "Add it")
         finally:
-            ended.wait()
+            wait_until(lambda: codes)
 
-    timing = Timing(beat=0.01, grace=0.05, linger=0.1)
-    outcomes(ranks_of(2, timing, end=ended), work)
-    assert ended.codes[0] == 2
+    outcomes(ranks_of(2, timing, end=codes.append), work)
+    assert codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err
 
 
@@ -268,31 +277,18 @@ SOON_S = 0.02
 SINCE = r" since \d\d:\d\d:\d\d \(\d+ s\)"
 
 
-class Lines:
-    """The lines; `wait` returns the first one with these words."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._came = threading.Condition()
-
-    def __call__(self, line: str) -> None:
-        with self._came:
-            self.lines.append(line)
-            self._came.notify_all()
+class Lines(list[str]):
+    """`wait` returns the first line with these words."""
 
     def wait(self, words: str) -> str:
-        def there() -> list[str]:
-            return [line for line in self.lines if words in line]
-
-        with self._came:
-            assert self._came.wait_for(there, _LIMIT_S), (words, self.lines)
-            return there()[0]
+        wait_until(lambda: any(words in line for line in self))
+        return next(line for line in self if words in line)
 
 
 @pytest.fixture
 def output() -> Iterator[Lines]:
     lines = Lines()
-    with reporting_waits(lines, SOON_S):
+    with reporting_waits(lines.append, SOON_S):
         yield lines
 
 
@@ -311,34 +307,25 @@ def test_innermost_of_nested_waits_is_reported(output: Lines) -> None:
     with waiting_for("all of it"):
         with waiting_for("a part"):
             output.wait("a part")
-            assert not [line for line in output.lines if "all of it" in line]
+            assert not [line for line in output if "all of it" in line]
         output.wait("all of it")
 
 
 def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> None:
     quick, slow = ranks_of(2, Timing(beat=0.01))
-    other = threading.Thread(
-        target=slow.all_gather, args=[lambda: output.wait("late: learner process 1")]
-    )
-    other.start()
+    in_thread(partial(slow.all_gather, lambda: output.wait("late: learner process 1")))
     assert quick.all_gather(lambda: "here")[0] == "here"
-    other.join()
 
 
 class Slow(RolloutBackend):
-    """Waits for a line about each push, and about the first answer of the first call.
-
-    lines: those.
-    """
+    """Waits for `lines` about each push, and about the first answer of the first call."""
 
     def __init__(self, wait: Callable[[str], str]) -> None:
         super().__init__()
         self._wait = wait
         self.lines: list[str] = []
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], _: RequestConfig
-    ) -> list[RolloutOutput]:
+    def rollout(self, requests: Any, _: RequestConfig) -> list[RolloutOutput]:
         self.journal.call(Call("http://a:1", 0, 1, None, 1, "timeout"))
         self.journal.call(Call("http://a:1", 0, 1, None, 2, ANSWERED))
         if len(self.lines) < 2:
@@ -363,7 +350,7 @@ def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lin
     policy.take_notes()
     with waiting_for("a step"):
         output.wait("a step")
-        output.lines.clear()
+        output.clear()
         policy.answer(samples, 0)
         output.wait("a step")
-    assert not [line for line in output.lines if "answers" in line]
+    assert not [line for line in output if "answers" in line]
