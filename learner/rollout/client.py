@@ -149,7 +149,7 @@ class RolloutClient:
         token: str | None = None,
         clock: Clock = CLOCK,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url
         self.timeout_s = timeout_s
         self._infer_timeout_s = infer_timeout_s if (infer_timeout_s or 0.0) > 0 else None
         self._live_interval_s = live_interval_s
@@ -332,7 +332,7 @@ class RolloutClient:
                         raise ProblemError(_foreign(response, where, found))
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerUnreachable(f"{where}: timed out") from error
-        except httpx.RequestError as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             kind = ConnectionBroken if isinstance(error, _CUT_SHORT) else ServerUnreachable
             raise kind(f"{where}: {_reason(error)}") from error
         if not response.is_success:
