@@ -95,7 +95,7 @@ def test_calls_see_the_old_version_before_an_update_and_the_new_one_after_it(
         waiting = threads.submit(server.infer, [text_request()])
         transfer = begin_transfer(server.http)
         sender.send(pushing.others)
-        assert transfer.answer().json() == {
+        assert transfer.result(120).json() == {
             "state": "UPDATING",
             "weights_version": old,
             "server_epoch": server.http.get("/live/").json()["server_epoch"],
@@ -256,7 +256,7 @@ def test_a_bit_that_flips_on_the_wire_breaks_the_push_until_the_next_one(pushing
         transfer = begin_transfer(http)
         for data in (buckets[0], bytes(flipped), *buckets[2:], trailer(buckets)):
             sender.broadcast(data)
-        problem = transfer.answer().json()
+        problem = transfer.result(120).json()
         assert problem["type"] == "urn:rollmatch:weight-transfer-failed"
         assert f"1 of {len(buckets)} buckets are not as they were sent" in problem["detail"]
         assert finish(http).status_code == 409

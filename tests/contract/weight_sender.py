@@ -1,9 +1,10 @@
 """Rank 0 of a gloo weight group in plain torch and numpy, written from the wire format alone."""
 
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from learner.rollout.parallel_calls import in_thread
 from learner.rollout.server_process import free_ports
 from shared_contracts.weights import ParameterMeta, plan_buckets
 
@@ -18,21 +20,6 @@ BUCKET_BYTES = 2**20
 CALL: dict[str, Any] = {"attempt": "sender"}
 
 Weights = dict[str, torch.Tensor]
-
-
-class Posting:
-    """A POST under way in a thread; `answer()` waits for it."""
-
-    def __init__(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        self._thread = threading.Thread(target=self._post, args=(http, path, body), daemon=True)
-        self._thread.start()
-
-    def _post(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        self._answer = http.post(path, json=body)
-
-    def answer(self) -> httpx.Response:
-        self._thread.join(timeout=120)
-        return self._answer
 
 
 def join(port: int, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -109,10 +96,10 @@ def weight_group(
     (port,) = free_ports(1)
     body = CALL | {"host": "127.0.0.1", "port": port, "world_size": world_size}
     body |= {"bucket_bytes": BUCKET_BYTES, "timeout_s": timeout_s}
-    posting = Posting(http, "/init_communicator/", body)
+    joined = in_thread(partial(http.post, "/init_communicator/", json=body))
     sender = Sender(port, world_size, timeout_s)
     try:
-        assert posting.answer().status_code == 200, posting.answer().text
+        assert joined.result(120).status_code == 200, joined.result().text
         yield sender
     finally:
         sender.abandon()
@@ -124,8 +111,8 @@ def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:
     return http.post("/start_weight_update/", json=body)
 
 
-def begin_transfer(http: httpx.Client) -> Posting:
-    return Posting(http, "/update_weights/", CALL)
+def begin_transfer(http: httpx.Client) -> Future[httpx.Response]:
+    return in_thread(partial(http.post, "/update_weights/", json=CALL))
 
 
 def finish(http: httpx.Client) -> httpx.Response:
@@ -138,7 +125,7 @@ def push(http: httpx.Client, sender: Sender, weights: Weights, version: int) -> 
     assert answer.status_code == 200, answer.text
     transfer = begin_transfer(http)
     sender.send(weights)
-    assert transfer.answer().status_code == 200, transfer.answer().text
+    assert transfer.result(120).status_code == 200, transfer.result().text
     answer = finish(http)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

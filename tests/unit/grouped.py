@@ -14,7 +14,7 @@ from learner.models.prompts import EncodedPrompt
 from learner.rollout.backend import RolloutBackend
 from learner.stages.tokens import Tokenizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, small_config, written
 
@@ -87,9 +87,7 @@ class Answering(RolloutBackend):
         self._prompt = prompt
         self.seeds: list[int] = []
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
+    def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
         assert request_config.seed is not None
         seeds = range(request_config.seed, request_config.seed + len(requests))
         self.seeds += seeds

@@ -34,7 +34,7 @@ from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
 from tests.unit.fleets import wait_until
 from tests.unit.plain_accelerator import PlainAccelerator
 from tests.unit.ranks_in_threads import in_ranks
@@ -68,9 +68,7 @@ class Servers(Scripted):
     def round_size(self) -> int | None:
         return self.requests_of_round
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
+    def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
         with self._busy:
             self.asked.put([str(request.uuid) for request in requests])
             assert self._allowed.acquire(timeout=PATIENCE_S)

@@ -1,8 +1,8 @@
 """Rollouts over several servers, the policy, and the journal of calls and pushes."""
 
 import threading
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from learner.rollout.backend import Call, Journal, RolloutBackend
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Policy, RequestSettings
 from learner.types import RolloutOutput
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.fleets import fleet, requests
 from tests.unit.scripted_server import INFER, envelope, report
@@ -87,9 +87,7 @@ class Recorder(RolloutBackend):
         self.repushed: list[int] = []
         self.broken = False
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
+    def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
         return []
 
     def push_weights(self, version: int) -> None:
@@ -103,20 +101,14 @@ class Recorder(RolloutBackend):
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def backend() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def policy(backend: Recorder) -> Policy:
-    return Policy(backend, RequestSettings("Detect.", "Be exact.", RequestConfig(max_tokens=5)))
+def recorded() -> tuple[Recorder, Policy]:
+    backend = Recorder()
+    return backend, Policy(backend, RequestSettings("Detect.", None, RequestConfig()))
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_changed_weights_are_pushed_and_others_only_to_restarted_servers(
-    backend: Recorder, policy: Policy
-) -> None:
+def test_changed_weights_are_pushed_and_others_only_to_restarted_servers() -> None:
+    backend, policy = recorded()
     backend.version.newest = 6
     policy.repush_restarted()
     assert backend.repushed == []
@@ -126,13 +118,15 @@ def test_changed_weights_are_pushed_and_others_only_to_restarted_servers(
     assert (backend.pushed, backend.repushed, policy.version) == ([7], [7], 7)
     policy.mark_updated()
     policy.mark_updated()
+    assert (policy.is_behind(2), policy.is_behind(3)) == (True, False)
     policy.repush_restarted()
     policy.push_if_stale()
     assert (backend.pushed, backend.repushed, policy.version) == ([7, 8], [7], 8)
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_failed_push_leaves_the_policy_as_it_was(backend: Recorder, policy: Policy) -> None:
+def test_failed_push_leaves_the_policy_as_it_was() -> None:
+    backend, policy = recorded()
     backend.broken = True
     with pytest.raises(RuntimeError, match="the push broke"):
         policy.push_if_stale()

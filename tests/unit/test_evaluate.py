@@ -35,7 +35,7 @@ from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, encode, entry
 from tests.unit.eval_answers import DATA, answers, box
@@ -224,17 +224,16 @@ def test_false_object_of_the_whole_image_is_oversized(
 
 
 class Scripted(RolloutBackend):
-    """A backend that gives the same answers. decoded: temperature and top_p of each call."""
+    """A backend that gives the same answers. decoded: settings of each call, system message."""
 
     def __init__(self, answers: list[list[int]], journal: Journal | None = None) -> None:
         super().__init__(journal)
         self.answers = answers
-        self.decoded: list[tuple[float | None, float | None]] = []
+        self.decoded: list[tuple[object, ...]] = []
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        self.decoded.append((request_config.temperature, request_config.top_p))
+    def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
+        system = requests[0].messages[0].content
+        self.decoded.append((request_config.temperature, request_config.top_p, system))
         return [rollout([], ids) for ids, _ in zip(self.answers, requests, strict=True)]
 
     def push_weights(self, version: int) -> None: ...
@@ -251,7 +250,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
         "decoding": {"temperature": 0.7, "top_p": 0.95},
         "eval_detection": {"greedy": True},
     }
-    config = config_of(rollout_matching=sampled)
+    config = config_of(rollout_matching=sampled, template={"system": "Be exact."})
     backend = Scripted([encode(toy_tokenizer, "{}")])
     policy = Policy(backend, request_settings(config))
     logged: list[dict[str, Any]] = []
@@ -259,7 +258,7 @@ def test_evaluations_are_greedy_although_rollouts_are_sampled(
     one = [sample(CAT)]
     evaluate(config, policy, one, 7, toy_tokenizer, logged.append)
     policy.answer(one, 7)
-    assert backend.decoded == [(0.0, 1.0), (0.7, 0.95)]
+    assert backend.decoded == [(0.0, 1.0, "Be exact."), (0.7, 0.95, "Be exact.")]
     records = [logged[0]["decoding"], policy.take_notes()[0]["decoding"]]
     assert [record.get("temperature") for record in records] == [0.0, 0.7]
 

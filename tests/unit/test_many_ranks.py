@@ -70,8 +70,6 @@ class CountedPeers(GroupPeers):
 
 @dataclass(kw_only=True)
 class Rank(Fleet):
-    """A learner process."""
-
     peers: CountedPeers
 
     def ask_and_meet(self, count: int) -> None:
@@ -261,11 +259,11 @@ def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
 @pytest.mark.req("ROLL-03", "FULL-07")
 def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
     """Nothing opens the group, and its limit is far away."""
-    left = threading.Event()
+    left = threading.Semaphore(0)
 
     def join(body: InitCommunicator, given_up: threading.Event, number: int) -> Sender:
         assert given_up.wait(_LIMIT_S)
-        left.set()
+        left.release()
         raise ConnectionAbortedError("the group was given up")
 
     with scripted_server() as server:
@@ -282,7 +280,7 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
 
         for rank in in_ranks(2, work):
             rank.result()
-    assert left.wait(_LIMIT_S)
+    assert all(left.acquire(timeout=_LIMIT_S) for _ in range(2))
 
 
 class Sharded(MergedWeights):
@@ -298,26 +296,35 @@ class Sharded(MergedWeights):
             yield weight
 
 
-class LosingSender(Sender):
-    """Its worker leaves after the first weight."""
+class PatientSender(Sender):
+    left = False
 
     def __init__(self) -> None: ...
 
     def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        next(iter(weights))
-        raise RuntimeError("its worker is gone")
-
-    def abandon(self) -> None: ...
-
-
-class PatientSender(LosingSender):
-    def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         deque(weights, maxlen=0)
+
+    def abandon(self) -> None:
+        self.left = True
+
+
+class LosingSender(PatientSender):
+    """Its worker leaves after the first weight of the second push."""
+
+    pushes = 0
+
+    def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.pushes += 1
+        if self.pushes == 2:
+            next(iter(weights))
+            raise RuntimeError("its worker is gone")
+        super().send(parameters, weights)
 
 
 @pytest.mark.req("ROLL-03", "SYNC-08")
-def test_a_process_whose_send_breaks_gathers_on_with_the_others() -> None:
+def test_a_process_whose_send_breaks_gathers_on_and_the_next_group_is_another() -> None:
     together, status = threading.Barrier(2, timeout=10.0), report(0, "e").status
+    made, late = list[PatientSender](), [TimeoutError("no store")]
     ready = CommunicatorReady(
         weights_version=0, world_size=4, transport="gloo", server_epoch="e", dtype="float32"
     )
@@ -327,16 +334,35 @@ def test_a_process_whose_send_breaks_gathers_on_with_the_others() -> None:
         server.routes["POST /init_communicator/"] = lambda _: ready
         for phase in ("start_weight_update", "update_weights"):
             server.routes[f"POST /{phase}/"] = lambda _: status
+        server.routes["POST /finish_weight_update/"] = lambda _: report(1, "e")
 
         def work(peers: Peers) -> None:
             mode = SyncMode(Sharded(together), None, False)
             kind = LosingSender if peers.rank else PatientSender
-            pusher = WeightPusher(client, 1, mode, "gloo", 256, peers, lambda *_: kind())
-            with pytest.raises(RunError, match=r"process 1.*transfer: its worker is gone"):
-                pusher.push_together(1, "float32")
+
+            def join(*_: object) -> Sender:
+                if peers.rank and late:
+                    raise late.pop()
+                made.append(kind())
+                return made[-1]
+
+            pusher = WeightPusher(client, 1, mode, "gloo", 256, peers, join)
+            if peers.rank == 0:
+                pusher.connect()
+            for failure in ("rendezvous: no store", None, "transfer: its worker is gone", None):
+                if failure is None:
+                    pusher.push_together(1, "float32")
+                    continue
+                with pytest.raises(RunError, match=f"process 1.*{failure}"):
+                    pusher.push_together(1, "float32")
+                if peers.rank == 0:
+                    pusher.abandon()
 
         for rank in in_ranks(2, work):
             rank.result()
+        senders = [body["senders"] for body in server.bodies("POST /init_communicator/")]
+    assert senders == [1, 2, 2, 2]
+    assert [each.left for each in made].count(False) == 2, "the newest of each process"
     assert not together.broken
 
 
@@ -373,15 +399,11 @@ def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
 def test_processes_fill_the_servers_up_to_their_bound(world_sizes: list[int], count: int) -> None:
     """No call is answered before the servers have as many requests as all ranks send at once."""
     with ranks(len(world_sizes), count, 3, world_sizes) as run:
-        all_there, there = threading.Event(), [0]
-        counting = threading.Lock()
+        there = list[int]()
 
         def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
-            with counting:
-                there[0] += len(call.infer_requests)
-                if there[0] == count * (3 * sum(world_sizes) // count):
-                    all_there.set()
-            assert all_there.wait(_LIMIT_S)
+            there.append(len(call.infer_requests))
+            wait_until(lambda: sum(there) >= count * (3 * sum(world_sizes) // count))
             return one.ok(call)
 
         def work(rank: Rank) -> int:

@@ -61,12 +61,13 @@ def test_a_derived_context_has_room_for_the_prompts(loaded: LoadedModel) -> None
 
 
 def shifted(answers: list[RolloutEnvelope], nats: float) -> list[RolloutEnvelope]:
+    """In the mean by `nats`, at every second token."""
     changed = [answer.model_copy(deep=True) for answer in answers]
     for answer in changed:
         found = answer.response.choices[0].logprobs
         assert found is not None
-        for token in found.content:
-            token.logprob -= nats
+        for token in found.content[::2]:
+            token.logprob -= 2 * nats
     return changed
 
 
@@ -75,8 +76,12 @@ def test_answers_of_the_same_weights_agree_and_the_model_is_unchanged(
 ) -> None:
     assert list(prompts()) == ["text", "image"]
     loaded.model.get_submodule("model.visual").eval()
+    modes = set[tuple[bool, bool]]()
+    loaded.model.register_forward_pre_hook(
+        lambda model, _: modes.add((model.training, torch.is_grad_enabled()))
+    )
     assert ProofOfEffect(loaded, "full").check(URL, answers, "float32") < 1e-5
-    assert loaded.model.training
+    assert (modes, loaded.model.training) == ({(False, False)}, True)
     assert not loaded.model.get_submodule("model.visual").training
     assert all(p.grad is None for p in loaded.model.parameters())
 
@@ -167,6 +172,8 @@ def test_every_server_that_answers_is_proven_after_a_push(
 
             def reply(body: Any) -> Reply:
                 assert body["expected_weights_version"] == run.rollouts[0].version
+                config = body["request_config"]
+                assert (config["max_tokens"], config["logprobs"]) == (NEW_TOKENS, True)
                 run.clock.now += 1.5
                 return answers
 
@@ -181,13 +188,25 @@ def test_every_server_that_answers_is_proven_after_a_push(
                 run.backend.push_weights(3)
 
 
-@pytest.mark.req("SYNC-06")
-def test_unanswered_proof_is_repeated(loaded: LoadedModel, answers: list[RolloutEnvelope]) -> None:
+REFUSAL = problem("invalid-request", "200 tokens at most", "/infer/")
+
+
+@pytest.mark.parametrize(("refusal", "is_lost"), [(HangUp(), True), (REFUSAL, False)])
+def test_unanswered_proof_is_repeated_and_a_server_that_refuses_it_is_not_lost(
+    loaded: LoadedModel,
+    answers: list[RolloutEnvelope],
+    caplog: pytest.LogCaptureFixture,
+    refusal: Reply,
+    is_lost: bool,
+) -> None:
+    """Its context may be shorter than the prompts of a proof."""
     proven: list[int] = []
     with scripted_server() as one:
         rollouts = [S(one)]
-        one.routes[INFER] = lambda _: HangUp()
+        one.routes[INFER] = lambda _: refusal
         with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "sample")) as run:
+            assert (run.backend.servers[0].lost is not None) is is_lost
+            assert ("refuses the prompts of a proof" in caplog.text) is not is_lost
 
             def reply(body: Any) -> Reply:
                 proven.append(body["expected_weights_version"])
@@ -197,16 +216,3 @@ def test_unanswered_proof_is_repeated(loaded: LoadedModel, answers: list[Rollout
             for version in (2, 3):
                 run.backend.push_weights(version)
     assert proven == [2]
-
-
-def test_a_server_that_refuses_a_proof_is_not_lost(
-    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its context may be shorter than the prompts of a proof."""
-    with scripted_server() as one:
-        rollouts, refusal = [S(one)], problem("invalid-request", "200 tokens at most", "/infer/")
-        one.routes[INFER] = lambda _: refusal
-        with fleet_of(rollouts, 8, proof=ProofOfEffect(loaded, "full")) as run:
-            run.backend.push_weights(2)
-            assert [server.lost for server in run.backend.servers] == [None]
-    assert "refuses the prompts of a proof" in caplog.text

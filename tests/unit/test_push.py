@@ -24,6 +24,7 @@ from learner.rollout.sync import push
 from learner.rollout.sync.group import Sender, join_group
 from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
+from shared_contracts.errors import ContractError, RunError
 from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 from tests.contract.weight_sender import join
 from tests.unit.fleets import wait_until
@@ -115,13 +116,20 @@ def adapted() -> PeftModel:
 
 @pytest.mark.req("SYNC-01")
 def test_an_adapter_is_one_call_with_safetensors_and_its_settings(server: ScriptedServer) -> None:
-    Worker(server)
-    model = adapted()
-    with pusher_to(server, mode=SyncMode.of(model, "adapter", True)) as pusher:
+    worker, model = Worker(server), adapted()
+    server.base_url = server.base_url.replace("127.0.0.1", "localhost")
+    mode = SyncMode.of(model, "adapter", True)
+    with pusher_to(server, mode=mode) as pusher:
         report = pusher.push(version=3)
-    assert [route for route, _ in server.calls] == [INIT, ADAPTER, CLOSE]
-    (formed,) = server.bodies(INIT)
+        mode.adapter_failed(RunError("at another server"))
+        pusher.push(version=4)
+        server.routes[CLOSE] = lambda _: problem("unauthorized", "!", "header")
+    full = (REACH, INIT, START, UPDATE, FINISH)
+    assert [route for route, _ in server.calls] == [INIT, ADAPTER, *full, CLOSE]
+    assert_arrived(worker, dict(MergedWeights(model).tensors("bfloat16")))
+    formed = server.bodies(INIT)[0]
     assert formed["world_size"] == 1, "there is no group"
+    assert (formed["host"], formed["timeout_s"]) == ("127.0.0.1", 60.0)
     ((query, content),) = server.bodies(ADAPTER)
     assert query == f"version=3&attempt={formed['attempt']}"
     assert (report.bytes, report.status.weights_version) == (len(content), 3)
@@ -236,14 +244,14 @@ def test_a_transfer_that_breaks_names_the_reason_and_ends(server: ScriptedServer
 
 
 def resources() -> Counter[str]:
-    """Count open files and threads of this process."""
     gc.collect()
     return Counter({kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")})
 
 
 @pytest.mark.req("SYNC-04")
+@pytest.mark.parametrize("error", [MemoryError("no room to merge the next one"), MemoryError()])
 def test_an_error_of_the_learner_is_named_as_its_own(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, error: MemoryError
 ) -> None:
     monkeypatch.setattr(push, "REASON_GRACE_S", 0.1)
     worker, model = Worker(server), Weights()
@@ -251,14 +259,27 @@ def test_an_error_of_the_learner_is_named_as_its_own(
     class Breaks(MergedWeights):
         def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
             yield from list(super().tensors(dtype))[:2]
-            raise MemoryError("no room to merge the next one")
+            raise error
 
     mode = SyncMode(Breaks(model), None, False)
     with pusher_to(server, mode=mode) as pusher, pytest.raises(WeightSyncError) as caught:
         pusher.push(version=1)
-    assert "no room to merge" in str(caught.value)
+    assert str(caught.value).endswith(str(error) or "MemoryError")
     assert (caught.value.side, caught.value.phase) == ("learner", "transfer")
     assert worker.groups_formed == 1
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_sends_on_after_the_answer_of_the_server_is_late(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Worker(server)
+    server.routes[UPDATE] = lambda _: server.routes[START](server.bodies(START)[0])
+    with pusher_to(server) as pusher:
+        pusher.connect()
+        monkeypatch.setattr(push, "_ANSWER_MARGIN_S", 0.5 - 60.0)
+        with pytest.raises(WeightSyncError, match=r"learner .* transfer: no end within 0\.5 s"):
+            pusher.push(version=1)
 
 
 @pytest.mark.req("SYNC-04", "SYNC-07")
@@ -273,7 +294,10 @@ def test_a_learner_that_lost_its_server_ends(server: ScriptedServer, route: str)
         refused(server.base_url, found, "name other servers"),
     ):
         pusher.push(version=1)
-    assert (worker.groups_formed, mode.fallback) == (int(route not in (INIT, ADAPTER)), None)
+    server.routes[route] = lambda _: problem("unauthorized", "no", "header")
+    with pusher_to(server, mode=mode) as pusher, pytest.raises(ContractError):
+        pusher.push(version=1)
+    assert (worker.groups_formed, mode.fallback) == (2 * (route not in (INIT, ADAPTER)), None)
 
 
 # --- the group from its forming to its end
@@ -330,7 +354,8 @@ def test_a_group_names_the_one_that_it_replaces_and_is_closed_once(server: Scrip
         pusher.close()
         pusher.close()
     formed = server.bodies(INIT)
-    first, _, last = [each["attempt"] for each in formed]
+    first, _, last = attempts = [each["attempt"] for each in formed]
+    assert len(set(attempts)) == 3
     assert [each["replaces"] for each in formed] == [None, first, first]
     assert [each["attempt"] for each in server.bodies(CLOSE)] == [last]
 

@@ -61,9 +61,7 @@ class Scripted(RolloutBackend):
         self.seeds: list[int | None] = []
         self.meanwhile: Callable[[int], object] = lambda calls: None
 
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
+    def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
         self.done.append(f"{len(requests)} rollouts")
         self.requests += requests
         self.seeds.append(request_config.seed)

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import struct
 import threading
 import weakref
 from collections.abc import Iterator
@@ -29,9 +30,11 @@ from learner.rollout.sync.group import pack_bucket
 from learner.rollout.sync.weights import AdapterWeights, GatheredWeights, MergedWeights, SyncMode
 from shared_contracts.errors import ContractError
 from shared_contracts.weights import AdapterMeta, DtypeName, digest, meet, positions_of
+from tests.contract.weight_sender import digest as defined
 from tests.unit.refusals import refused
 
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+BFLOAT16 = {torch.bfloat16}
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def test_a_shard_is_cast_before_its_gather_and_one_parameter_is_whole(sharded: n
         "0.bias": (16,),
         "1.weight": (4, 16),
     }
-    assert {t.dtype for t in sent.values()} == {torch.bfloat16}
+    assert {t.dtype for t in sent.values()} == BFLOAT16
     idle = GatheredWeights(sharded, sends=False)
     idle.gather("float32")
     with pytest.raises(AssertionError):
@@ -165,15 +168,15 @@ def test_experts_are_sent_as_transformers_saves_them(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     gathered = GatheredWeights(model, sends=True)
-    gathered.gather("float32")
+    for dtype in reversed(DTYPES):
+        gathered.gather(dtype)
     for sent_by in (MergedWeights(model).tensors, gathered.tensors, gathered.stream):
         sent = dict(sent_by("float32"))
-        assert [(each.name, tuple(each.shape)) for each in gathered.metadata("float32")] == [
-            (name, tuple(tensor.shape)) for name, tensor in sent.items()
-        ]
+        assert list(sent) == [each.name for each in gathered.metadata("float32")]
         assert sent.keys() == saved.keys()
         assert all(torch.equal(sent[name], saved[name]) for name in saved)
         assert all(tensor.is_contiguous() for tensor in sent.values())
+    assert_declared_as_sent(gathered)
 
 
 @pytest.mark.req("SYNC-01")
@@ -186,6 +189,7 @@ def test_an_adapter_is_sent_as_peft_saves_it_with_its_rank_scale_and_kind(
     model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
     weights = AdapterWeights(model)
+    assert {each.dtype for each in load(weights.safetensors("bfloat16")).values()} == BFLOAT16
     sent = load(weights.safetensors("float32"))
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
@@ -237,12 +241,6 @@ def test_the_sources_of_a_model() -> None:
 # --- the digest of a bucket, and the handshake before a group
 
 
-def defined(words: list[int]) -> int:
-    """The digest by its definition, as a signed number."""
-    total = sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**64
-    return total - 2**64 if total >= 2**63 else total
-
-
 def digest_of(words: list[int]) -> int:
     tensor = torch.tensor(words, dtype=torch.int64)
     return int(digest(tensor, torch.arange(positions_of(len(words)))))
@@ -257,7 +255,7 @@ def some_words(count: int) -> list[int]:
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_001])
 def test_a_digest_is_that_of_its_definition(count: int) -> None:
     words = some_words(count)
-    assert digest_of(words) == defined(words)
+    assert digest_of(words) % 2**64 == defined(struct.pack(f"{count}q", *words))
 
 
 @pytest.mark.req("SYNC-06")

@@ -206,7 +206,7 @@ class WeightPusher:
                     report = self.finish_weight_update()
             except Exception as error:
                 self.abandon()
-                ends = isinstance(error, ContractError) or _is_lost_at_start(error)
+                ends = isinstance(error, ContractError) or _is_lost(error)
                 if adapter is None or ends or self._closed:
                     raise
                 self._mode.adapter_failed(error)
@@ -368,10 +368,8 @@ class _Sent:
             return next(self._weights)
 
 
-def _is_lost_at_start(error: Exception) -> bool:
-    """Return whether a push met a server that is gone, or that has no group of this learner."""
-    if not isinstance(error, WeightSyncError) or error.phase not in ("start", "adapter"):
-        return False
+def _is_lost(error: Exception) -> bool:
+    """Return whether the push of an adapter met a server that is gone or has another owner."""
     cause = error.__cause__
     if isinstance(cause, ProblemError):
         return cause.problem.kind in ("weight-update-order", "not-ready")

@@ -107,7 +107,6 @@ class GatheredWeights(MergedWeights):
             if self._sends:
                 self._keep(name, whole)
             yield from _experts_apart(name, whole)
-            del whole
 
     def _keep(self, name: str, whole: Tensor) -> None:
         if (kept := self._whole.get(name)) is None or kept.dtype != whole.dtype:
