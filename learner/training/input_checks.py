@@ -5,13 +5,13 @@ them, and those of `server_checks`, and shows every result. Imports no torch.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from learner.rollout.client import RolloutClient
     from shared_contracts.infer import RolloutEnvelope
     from shared_contracts.server_info import Info
-from collections.abc import Callable
-from typing import TypeVar
 
 T = TypeVar("T")
 
