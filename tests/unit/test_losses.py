@@ -208,6 +208,15 @@ def test_a_departing_coordinate_whose_neighbours_have_all_mass_has_the_plain_los
     check_values(*random_case(129542), rel=1e-6)
 
 
+@pytest.mark.req("CLEAN-02")
+def test_a_bin_as_near_to_the_target_as_to_a_departing_coordinate_does_not_count() -> None:
+    row = answer_row()
+    row.departures[1, 1] = COORD_IDS[873 - 14]  # the target's coordinate has bin 873
+    logits = logits_for(row, 0)
+    logits[row.departures[1, 0] - 1, COORD_IDS[873 - 7]] += 10
+    check_values(Case(EVERYTHING, row, "B"), [logits], rel=1e-6)
+
+
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")
 @pytest.mark.parametrize(("row", "channel", "count"), EXAMPLES)
 @pytest.mark.parametrize(
