@@ -413,8 +413,8 @@ class Pushes:
     def _check_version(self, version: int) -> None:
         """Raise unless the version is new, or needed again (a rebuilt replica, a failed push)."""
         behind = any(e.weights_version != self.version for e in self.engines.all())
-        again = self.version > FIRST_VERSION and (behind or self.state == "PUSH_NEEDED")
-        least, most = self.version + (not again), self.version + MOST_VERSION_STEP
+        least = self.version if behind else self.version + 1
+        most = self.version + MOST_VERSION_STEP
         if not least <= version <= most:
             found = f"version {version} is not in {least} to {most}; the server has {self.version}"
             raise refusal("weight-update-order", found, "version")

@@ -32,7 +32,7 @@ from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 class ScriptedEngine:
     """Records calls of a push and turns of answers; `script` has what happens in one, by its name.
 
-    A test sets `alive`, `hung` (heartbeats do not return) and `failure` (heartbeats raise it).
+    A test sets `alive`, `hung` (heartbeats do not return) and `failure` (also of `shutdown`).
     given_up, ended: `declare_dead` and `shutdown` were called.
     """
 
@@ -69,7 +69,8 @@ class ScriptedEngine:
             await asyncio.Event().wait()
         self.heartbeat_age_s = 0.0
 
-    async def prepare(self) -> None: ...
+    async def prepare(self) -> None:
+        await self._do("prepare")
 
     def declare_dead(self) -> None:
         self.alive, self.given_up = False, True
@@ -77,8 +78,11 @@ class ScriptedEngine:
 
     def shutdown(self) -> None:
         self.ended = True
+        if self.failure is not None:
+            raise self.failure
 
     async def render(self, messages: list[PromptMessage], images: list[Image]) -> Prompt:
+        await self._do("render")
         text = "".join(part or "<image>" for message in messages for part in message.parts)
         return Prompt(text, list(text.encode()))
 

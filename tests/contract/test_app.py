@@ -6,14 +6,17 @@ import pickle
 import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from rollout_server.http.app import create_app
-from rollout_server.http.guards import MAX_FAULTS
+from rollout_server.http.guards import MAX_FAULTS, BodyLimit
 from rollout_server.http.problems import RETRY_AFTER_S
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
@@ -21,6 +24,7 @@ from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
 from tests.contract.served_app import REQUEST, client_of, problem_of, served_client, settings
+from tests.contract.update_bench import Clock, asynchronous, reached
 from tests.unit.fleets import wait_until
 from tests.unit.scripted_server import envelope
 
@@ -84,16 +88,8 @@ def test_errors_of_the_framework_are_problems(client: TestClient) -> None:
 
 @pytest.mark.req("WIRE-05")
 def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> None:
-    message = {"role": "user", "content": "x"}
-    body = {
-        "infer_requests": [
-            {"messages": [message]},
-            {"messages": [message], "surprise": 1},
-            {"messages": []},
-            {"messages": [message], "videos": ["a.mp4"]},
-        ],
-        "request_config": {"top_p": 0.0},
-    }
+    bad = [REQUEST | {"surprise": 1}, {"messages": []}, REQUEST | {"videos": ["a.mp4"]}]
+    body = {"infer_requests": [REQUEST, *bad], "request_config": {"top_p": 0.0}}
     problem = problem_of(client.post("/infer/", json=body))
     assert problem.type == "urn:rollmatch:invalid-request"
     assert problem.errors is not None
@@ -189,6 +185,29 @@ def test_a_generation_whose_connection_ended_counts_once() -> None:
         assert http.get("/live/").status_code == 200
         pool.may_end.set()
         assert http.post("/infer/", json=kept).status_code == 200
+
+
+@pytest.mark.req("SRV-06")
+@asynchronous
+async def test_the_deadline_of_a_body_ends_with_it_and_its_bytes_are_added_up() -> None:
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": b"a"})
+
+    async def app(_: Scope, receive: Receive, __: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    limited = partial(BodyLimit(app, 1, 1.0), {"type": "http", "headers": []})
+    call = asyncio.create_task(limited(messages.get, messages.put))
+    await reached(messages.empty)
+    Clock.skip()
+    await asyncio.sleep(1e-6)
+    messages.put_nowait({"type": "http.disconnect"})
+    await call
+    for _ in range(2):
+        messages.put_nowait({"type": "http.request", "body": b"a", "more_body": True})
+    with pytest.raises(HTTPException, match="413"):
+        await limited(messages.get, messages.put)
 
 
 class BrokenPool(Pool):

@@ -42,6 +42,7 @@ def serving(folder: Path, header_s: float = 60.0, body_s: float = 60.0) -> Itera
         force_exit=True,
         http=type("HastyProtocol", (DeadlineProtocol,), {"header_s": header_s}),
         h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_keep_alive=3600,
         ws="none",
     ) as address:
         yield address
@@ -139,7 +140,6 @@ def test_large_body_is_refused_before_its_end_and_the_rest_has_a_deadline(hasty:
     with connect(hasty) as announced:
         announced.sendall(POST + b"content-length: %d\r\n\r\n" % 2**30)
         assert problem_of(announced) == "body-too-large"
-        drip(announced, b" ")
         assert is_closed(announced)
     with connect(hasty) as chunked:
         chunked.sendall(CHUNKED + (b"1000\r\n" + b" " * 0x1000 + b"\r\n") * 17)

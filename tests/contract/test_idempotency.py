@@ -63,8 +63,21 @@ async def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     generate.free.set()
     for outcome in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(outcome, ValueError)
+    generate.free.clear()
+    alone = asyncio.create_task(calls.answer("a", generate))
+    await reached(lambda: generate.begun == 2)
+    await end(alone)
+    generate.free.set()
+    await reached(lambda: not calls._running)
     generate.error = None
-    assert await calls.answer("a", generate) == (b"2", False)
+    generate.free.clear()
+    again = asyncio.create_task(calls.answer("a", generate))
+    await reached(lambda: generate.begun == 3)
+    Clock.skip()  # beyond the grace of the failed ones
+    await asyncio.sleep(1e-6)
+    generate.free.set()
+    assert await again == (b"3", False)
+    assert await calls.answer("a", generate) == (b"3", True)
 
 
 @pytest.mark.req("DIST-05", "SRV-07")
@@ -113,6 +126,8 @@ async def test_kept_answers_are_bounded_and_the_oldest_goes_first() -> None:
     await calls.answer("large", generate)
     assert await calls.answer("large", generate) == (b"5" * 10, True)
     assert await calls.answer("b", generate) == (b"6" * 10, False)
+    for number in (b"7", b"8"):
+        assert await calls.answer(None, generate) == (number * 10, False)
     generate.size = 11
     await calls.answer("huge", generate)
     assert (await calls.answer("huge", generate))[1] is False

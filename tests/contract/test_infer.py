@@ -91,9 +91,7 @@ def test_request_i_has_seed_plus_i(server: RunningServer) -> None:
 
 
 @pytest.mark.req("WIRE-02", "WIRE-03", "LOGP-01")
-def test_without_details_there_are_no_ids_and_no_logprobs_beside_the_stamp(
-    server: RunningServer,
-) -> None:
+def test_without_details_there_are_no_ids_and_no_logprobs(server: RunningServer) -> None:
     health = server.http.get("/health/").json()
     (envelope,) = server.infer([text_request()], return_details=False)
     response, version = envelope["response"], health["weights_version"]
@@ -260,9 +258,7 @@ def test_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
 
 
 @pytest.mark.req("WIRE-05")
-def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
-    server: RunningServer,
-) -> None:
+def test_odd_input_is_answered_or_refused_and_breaks_nothing(server: RunningServer) -> None:
     """Bytes on the wire: valid JSON that is no valid text, and odd images."""
     sliver = server.media / "sliver.png"
     Image.new("L", (1, 1000)).save(sliver)

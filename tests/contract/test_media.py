@@ -166,6 +166,8 @@ def test_image_bytes_are_bounded_before_decoding(tmp_path: Path) -> None:
         assert load(image, tmp_path, max_image_mib=mib).size == (64, 64)
         for less in (0.99, 1 - 1 / len(content)):
             assert "max_image_mib" in refusal(image, tmp_path, max_image_mib=mib * less)
+    os.truncate(tmp_path / "noise.png", 2**43)  # sparse
+    assert "max_image_mib" in refusal(f"{tmp_path}/noise.png", tmp_path)
 
 
 @pytest.mark.req("WIRE-04")
@@ -231,6 +233,7 @@ def test_content_that_is_no_image_is_refused(tmp_path: Path) -> None:
         ("data:image/png,abc", "not base64"),
         ("data:image/png;base64,aGVsbG8=", "known format"),
         ("data:image/png;base64,aGVsbG8é", "broken"),
+        ("data:image/png;base64,aGVs*bG8=", "broken"),
         (as_base64(b"\x89PNG" + bytes(50)), "known format"),
     ):
         assert found in refusal(text)

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from learner.rollout.server_process import free_ports
 from rollout_server.engines.engine_protocol import EngineDead, WeightPhaseFailed
-from rollout_server.weights.pushes import WORKER_MARGIN_S, open_tcp_store
+from rollout_server.weights.pushes import POLL_S, WORKER_MARGIN_S, open_tcp_store
 from shared_contracts.weights import (
     ADAPTER_KEY,
     MOST,
@@ -59,12 +59,14 @@ async def broken(bench: Bench, phase: str, end: Any, raised: Any, version: int =
         await hang.begun.wait()
         raise end
 
-    if isinstance(end, Exception):
-        bench.engines[1].script[phase] = end_engine
+    bench.engines[1].script[phase] = end_engine if isinstance(end, Exception) else Hang()
     pushing = asyncio.create_task(bench.push(version))
     await hang.begun.wait()
     if end == "too late":
         Clock.skip()
+    elif end == "lost":
+        bench.engines[1].declare_dead()
+        bench.pushes.replica_lost("replica 1 is lost")
     elif end == "cancelled":
         pushing.cancel()
     if isinstance(raised, str):
@@ -102,6 +104,8 @@ async def test_no_phase_begins_before_the_last_one_is_over_on_every_engine() -> 
     assert [engine.weights_version for engine in bench.engines] == [7, 7]
     assert set(report.seconds) == {"pause", "transfer", "finish"}
     assert (report.bytes, report.status.weights_version) == (8, 7)
+    bench.pushes._seconds["pause"] = 1e9  # of this push
+    assert (await bench.push(8)).seconds["pause"] < 1e9
 
 
 @pytest.mark.req("SYNC-05")
@@ -250,6 +254,11 @@ async def test_an_engine_whose_worker_cannot_leave_its_group_is_given_up() -> No
     Clock.skip(WORKER_MARGIN_S)
     await closing
     assert [engine.given_up for engine in bench.engines] == [True, False]
+    for error in (BROKEN, EngineDead("gone")):
+        bench = await Bench.formed()
+        bench.engines[0].script["leave_group"] = fails(error)
+        await bench.close("first")
+        assert [engine.given_up for engine in bench.engines] == [True, False]
 
 
 # --- owners
@@ -263,13 +272,17 @@ async def test_the_newest_learner_owns_the_server() -> None:
     pushes, older = bench.pushes, GroupCall(attempt="first")
     body = StartWeightUpdate(attempt="first", version=1, parameters=[PARAMETER])
     calls = [pushes.update_weights, pushes.finish_weight_update, pushes.close_communicator]
+    hang = bench.engines[0].script["update_weights"] = Hang()
+    pushing = asyncio.create_task(bench.push(1))
+    await hang.begun.wait()
     for call in (
         pushes.start_weight_update(body),
         *(phase(older) for phase in calls),
         pushes.load_adapter(1, "first", b""),
     ):
         await refused(call, "taken-over", "the second learner has taken this server over")
-    await bench.push(1)
+    hang.end.set()
+    await pushing
     await bench.close("second")
     assert pushes.owner is None
     assert all(engine.calls[-1] == "leave_group" for engine in bench.engines)
@@ -358,7 +371,7 @@ async def test_a_push_that_is_half_done_is_given_up(by: str) -> None:
     await bench.pushes.settled.wait()
     assert bench.held == ("PUSH_NEEDED", 0)
     assert all(engine.given_up for engine in bench.engines)
-    bench.engines.build_again()
+    asyncio.get_running_loop().call_later(POLL_S, bench.engines.build_again)
     await taking
     Clock.skip(TIMEOUT_S)
     await asyncio.sleep(1e-6)
@@ -395,14 +408,16 @@ async def test_a_phase_that_breaks_ends_all_engines_until_a_full_push(
 
 
 @pytest.mark.req("SYNC-04", "SYNC-05")
-@pytest.mark.parametrize(("end", "raised"), ENDS)
+@pytest.mark.parametrize(("end", "raised"), [*ENDS, ("lost", "not-ready")])
 @asynchronous
 async def test_a_drain_that_breaks_resumes_with_nothing_changed(end: Any, raised: Any) -> None:
     bench = await Bench.formed()
     await broken(bench, "pause", end, raised)
     assert bench.held == ("READY", 0)
-    assert all(engine.calls == [*JOINED, "pause", "resume"] for engine in bench.engines)
-    assert not any(engine.given_up for engine in bench.engines)
+    calls = [engine.calls for engine in bench.engines.alive()]
+    assert calls == [[*JOINED, "pause", "resume"]] * (1 if end == "lost" else 2)
+    bench.engines.build_again()
+    await bench.init()
     await bench.push(1)
 
 
@@ -483,13 +498,12 @@ async def load(bench: Bench, version: int, content: bytes = adapter()) -> SyncRe
 
 @pytest.mark.req("SYNC-01")
 @asynchronous
-async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_while_it_is_used(
-    tmp_path: Path,
-) -> None:
-    bench = Bench(adapters=tmp_path)
+async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_in_use(tmp_path: Path) -> None:
+    bench = await Bench.formed(adapters=tmp_path)
     await bench.init(comes=0, world_size=1)
     report = await load(bench, 8)
-    assert all(e.calls == ["leave_group", "load_adapter", "use_adapter"] for e in bench.engines)
+    alone = ["leave_group", "load_adapter", "use_adapter"]
+    assert all(engine.calls == JOINED + alone for engine in bench.engines)
     await out_of_order(bench.start(9), "/init_communicator/ comes first")
     assert bench.held == ("READY", 8)
     assert (report.bytes, list(report.seconds)) == (len(adapter()), ["transfer"])
@@ -509,10 +523,10 @@ async def test_an_adapter_needs_no_group_and_no_pause_and_is_kept_while_it_is_us
     await out_of_order(load(bench, 11), "is not in 12 to")
     await bench.init()
     await bench.push(12)
-    await refused(load(bench, 13), "adapter-refused", "full weights were pushed")
-    for engine in bench.engines:
+    for engine in [*bench.engines]:
+        await refused(load(bench, 13), "adapter-refused", "full weights were pushed")
         engine.declare_dead()
-    bench.engines.build_again()  # with the checkpoint's weights
+        bench.engines.build_again()  # with the checkpoint's weights
     await load(bench, 13)
     await refused(load(await Bench.formed(), 1), "adapter-refused", "--enable-lora")
 

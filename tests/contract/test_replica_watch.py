@@ -21,7 +21,7 @@ from shared_contracts.infer import InferCall
 from shared_contracts.weights import WeightState
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import REQUEST, app_of, served_client, settings
-from tests.contract.update_bench import Hang, asynchronous, reached, refused
+from tests.contract.update_bench import Hang, asynchronous, fails, reached, refused
 from tests.unit.fleets import wait_until
 
 CALL = InferCall.model_validate({"infer_requests": [REQUEST]})
@@ -77,7 +77,7 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
     """Run `scenario` on replicas that have started, then close them."""
 
     async def play() -> Bench:
-        bench = Bench()
+        bench, before = Bench(), asyncio.all_tasks()
         await bench.replicas.start()
         bench.built.sort(key=lambda engine: engine.index)
         try:
@@ -85,6 +85,7 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
         finally:
             bench.hold.set()
             await bench.replicas.close()
+        await bench.until(lambda: asyncio.all_tasks() == before)
         return bench
 
     return asyncio.run(asyncio.wait_for(play(), 120))
@@ -106,7 +107,8 @@ def test_dead_replica_is_named_at_once_and_built_again() -> None:
         assert error.value.problem.where == "replicas[1]"
         bench.hold.set()
         await bench.until(lambda: bench.states() == ["serving", "serving"])
-        assert [status.restarts for status in bench.replicas.statuses(0)] == [0, 1]
+        serving = bench.replicas.statuses(0)
+        assert [(status.restarts, status.detail) for status in serving] == [(0, ""), (1, "")]
         assert bench.replicas.losses == 1
         assert bench.replicas.all() == [first, bench.built[2]]
 
@@ -148,39 +150,25 @@ def test_server_that_stood_still_gives_up_no_replica() -> None:
 # --- starts without an end
 
 
-class UnpreparedEngine(ScriptedEngine):
-    """Raises `fault` in its preparation, or does not end it."""
-
-    fault: Exception | None = None
-
-    async def prepare(self) -> None:
-        if self.fault is not None:
-            raise self.fault
-        await asyncio.Event().wait()
-
-
 @pytest.mark.req("REP-06", "SRV-04")
 @pytest.mark.parametrize(
     ("fault", "error", "found"),
     [
         (ContractError("a", "no processor", "b"), ContractError, "no processor"),
+        (TimeoutError("its own"), TimeoutError, "its own"),
         (None, TimeoutError, "replica 1: its engine is being prepared for over"),
     ],
 )
 def test_an_engine_whose_preparation_fails_or_does_not_end_never_serves(
     fault: Exception | None, error: type[Exception], found: str
 ) -> None:
-    unprepared = UnpreparedEngine(1)
-    unprepared.fault = fault
-    engines = [ScriptedEngine(0), unprepared]
-
-    def unexpected(_: str) -> None:
-        raise AssertionError("no replica was lost")
-
-    replicas = Replicas(2, engines.__getitem__, unexpected, HANG_S, START_S)
+    engines, lost = [ScriptedEngine(0), ScriptedEngine(1)], list[str]()
+    engines[1].script["prepare"] = Hang() if fault is None else fails(fault)
+    replicas = Replicas(2, engines.__getitem__, lost.append, HANG_S, START_S)
     with pytest.raises(error, match=found):
         asyncio.run(replicas.start())
     assert all(engine.ended for engine in engines)
+    assert lost == []
 
 
 @pytest.mark.req("SRV-05")
@@ -189,12 +177,14 @@ def test_a_rebuild_that_stands_still_is_killed_and_tried_again() -> None:
 
     async def scenario(bench: Bench) -> None:
         bench.faults = [stopped]
+        bench.replicas._slots[0].began -= 100  # the time of its first start
         bench.built[0].alive = False
         await bench.until(lambda: stopped.process is not None)
         (lost, _) = bench.replicas.statuses(0)
         assert lost.state == "starting"
         assert lost.detail == "its engine is being built, for 0 s of at most 0.4 s"
         await bench.until(lambda: "for over 0.4 s" in bench.replicas.statuses(0)[0].detail)
+        assert bench.states() == ["dead", "serving"]
         await bench.until(lambda: bench.states() == ["serving", "serving"])
 
     run(scenario)
@@ -258,6 +248,9 @@ async def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() ->
     assert pool.health().weights_version == 4
     epoch = pool.server_epoch
     pool.engines[1].alive = False
+    pool.hold(5)
+    await refused(pool.infer(CALL, CallRecord("/infer/")), "not-ready")  # a push is not enough
+    pool.hold(4)
     problem = pool.problem()
     assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
     lost = pool.server_epoch

@@ -40,12 +40,10 @@ def untied(checkpoints: Path) -> Path:
     return make_checkpoint(checkpoints / "untied", seed=3, tie=False)
 
 
+# Its tests run in order: the last one stops it.
 @pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with a token, which `http` sends, and with a folder for temporary files.
-
-    Its tests run in order: the last one stops it.
-    """
+    """A server with a token, which `http` sends, and with a folder for temporary files."""
     folder = tmp_path_factory.mktemp("replicas") / "server"
     options: tuple[str, ...] = ("--replicas", "2", "--max-num-seqs", str(MOST))
     options += ("--openai", "--grace-seconds", "0.1")

@@ -31,7 +31,7 @@ from shared_contracts.errors import refusal
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import settings
-from tests.contract.update_bench import Hang, asynchronous, reached, refused
+from tests.contract.update_bench import Hang, asynchronous, fails, reached, refused
 
 CONTEXT = 20
 
@@ -69,7 +69,7 @@ class EchoEngine(ScriptedEngine):
 
 def answer(call: InferCall, *engines: EchoEngine) -> Coroutine[Any, Any, list[RolloutEnvelope]]:
     async def serving() -> Sequence[EchoEngine]:
-        return engines
+        return [engine for engine in engines if engine.alive]
 
     record, media = CallRecord("/infer/"), MediaLoader(settings())
     return RunningCall(serving, "model", media, lambda: "epoch", call, record).answer()
@@ -88,31 +88,27 @@ def request(content: Any, *images: str) -> dict[str, Any]:
 @asynchronous
 async def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     engine = EchoEngine()
-    contents = ["fine", "broken!", "a" * CONTEXT, "<image>"]
+    own = [{"type": "text", "text": "x"}, {"type": "image", "image": "own"}]
+    contents = ["fine", "broken!", "a" * CONTEXT, "<image>", own]
     requests = [request(content) for content in contents]
     requests += [request("no mark", "a.png"), request([{"type": "image", "image": "own"}], "a.png")]
     bad = InferCall.model_validate({"infer_requests": requests})
     problem = await refused(answer(bad, engine), "invalid-request")
-    assert [error["index"] for error in problem.errors or []] == [1, 2, 3, 4, 5]
+    errors = problem.errors or []
+    assert [error["index"] for error in errors] == [1, 2, 3, 4, 5, 6]
+    assert errors[3]["where"] == "infer_requests[4].messages[0].content[1].image"
     await refused(answer(call("fine", temperature=2.0), engine), "invalid-request", "too hot")
     assert engine.turns == []
 
 
-class PushedEngine(EchoEngine):
-    """A weight update falls into the rendering of a prompt."""
-
-    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
-        self.weights_version += 1
-        return await super().render(messages, images)
-
-
-def pushed_while_it_answers() -> EchoEngine:
+def pushed_during(work: str) -> EchoEngine:
+    """Return an engine that gets other weights while it does this."""
     engine = EchoEngine()
 
     async def push() -> None:
         engine.weights_version = 4
 
-    engine.script["generate"] = push
+    engine.script[work] = push
     return engine
 
 
@@ -124,13 +120,13 @@ async def test_expected_weights_answer_and_others_are_refused() -> None:
     def expecting(version: int | None) -> InferCall:
         return call("a").model_copy(update={"expected_weights_version": version})
 
-    (envelope,) = await answer(expecting(None), pushed_while_it_answers())
+    (envelope,) = await answer(expecting(None), pushed_during("generate"))
     assert envelope.coordexp.weights_version == (3, 4)
     assert len(await answer(expecting(3), EchoEngine())) == 1
     for engine, version, found, rendered, generated in (
         (EchoEngine(), 2, 3, 0, 0),
-        (PushedEngine(), 3, 4, 1, 0),
-        (pushed_while_it_answers(), 3, 4, 1, 1),
+        (pushed_during("render"), 3, 4, 1, 0),
+        (pushed_during("generate"), 3, 4, 1, 1),
     ):
         expected = f"version {version} is expected, and the server's is {found}"
         problem = await refused(answer(expecting(version), engine), "other-weights", expected)
@@ -146,26 +142,14 @@ async def test_text_above_every_context_is_not_rendered() -> None:
     assert (problem.status, engine.rendered) == (422, [])
 
 
-class FailingRenderer(EchoEngine):
-    """Each rendering raises `failure`."""
-
-    def __init__(self, failure: Exception, index: int = 0) -> None:
-        super().__init__(index)
-        self.failure = failure
-
-    async def render(self, messages: list[PromptMessage], images: list[Image.Image]) -> Prompt:
-        await super().render(messages, images)
-        assert self.failure is not None
-        raise self.failure
-
-
 @pytest.mark.req("SRV-06", "WIRE-05")
 @pytest.mark.parametrize("failure", [MemoryError(), TimeoutError()])
 @asynchronous
 async def test_exhausted_server_answers_503(failure: Exception) -> None:
     """vLLM ends all renderings when one of them takes too long."""
-    problem = await refused(answer(call("fine"), FailingRenderer(failure)), "overloaded")
-    assert problem.status == 503
+    engine = EchoEngine()
+    engine.script["render"] = fails(failure)
+    assert (await refused(answer(call("fine"), engine), "overloaded")).status == 503
 
 
 @pytest.mark.req("SRV-05")
@@ -204,6 +188,7 @@ async def test_requests_of_two_calls_alternate_at_each_engine() -> None:
     large = await handed(call(*["aa"] * 6), of_all=6)
     small = await handed(call(*["b"] * 4, n=2), of_all=10)
     assert [engine.turns for engine in engines] == [[1, 2, 3, 1, 3], [101, 102, 103, 101, 103]]
+    assert [engine.load for engine in engines] == [Load(138, 7), Load(138, 7, turn=100)]
     hold.end.set()
     assert len(await large + await small) == 10
     assert [engine.load.turn for engine in engines] == [3, 103]
@@ -234,11 +219,13 @@ async def test_all_replicas_render_the_requests_of_a_call() -> None:
     engines = [EchoEngine(i) for i in range(3)]
     answering = asyncio.ensure_future(answer(call(*["slow"] * 6), *engines))
     await reached(lambda: [engine.load.rendering for engine in engines] == [2, 2, 2])
+    engines[0].alive = False  # and then generates nothing
     for engine in engines:
         engine.go.set()
     assert len(await answering) == 6
     assert [len(engine.rendered) for engine in engines] == [2, 2, 2]
-    assert [engine.load for engine in engines] == [Load(turn=2)] * 3
+    assert [bool(engine.turns) for engine in engines] == [False, True, True]
+    assert {(engine.load.tokens, engine.load.rendering) for engine in engines} == {(0, 0)}
 
 
 @pytest.mark.req("FULL-08", "WIRE-05")
@@ -260,7 +247,8 @@ async def test_bad_request_found_late_ends_the_generation_of_its_call() -> None:
 @pytest.mark.req("FULL-08", "SRV-05")
 @asynchronous
 async def test_a_lost_renderer_refuses_the_call() -> None:
-    dead = FailingRenderer(EngineDead("replica 0 is dead"))
+    dead = EchoEngine()
+    dead.script["render"] = fails(EngineDead("replica 0 is dead"))
     answering = answer(call(*["a"] * 100), dead, EchoEngine(1))
     assert (await refused(answering, "not-ready", "replica 0 is dead")).where == "replicas[0]"
     assert (dead.load.rendering, dead.load.tokens) == (0, 0)

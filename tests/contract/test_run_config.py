@@ -25,17 +25,13 @@ def training_yaml(folder: Path, name: str = "run.yaml", **rollout_matching: Any)
     warmup.parent.mkdir(exist_ok=True)
     warmup.write_bytes((CONFIGS / "demo" / "warmup.yaml").read_bytes())
     file = folder / name
-    file.write_text(
-        dump_mapping({"extends": "base/warmup.yaml", "rollout_matching": rollout_matching})
-    )
+    keys = {"extends": "base/warmup.yaml", "rollout_matching": rollout_matching}
+    file.write_text(dump_mapping(keys))
     return file
 
 
 def settings_of(
-    run: Path | None,
-    config: Path | None = None,
-    environ: dict[str, str] | None = None,
-    **given: Any,
+    run: Path | None, config: Path | None = None, environ: Any = None, **given: Any
 ) -> ServerSettings:
     return load_settings(config, CPU | given, run, environ or {})
 
@@ -166,9 +162,8 @@ def test_an_environment_that_contradicts_a_file_is_refused_with_both(tmp_path: P
     for run, file, source in ((None, config, "--config"), (same, None, "--run-config")):
         with refused(INJECTION, f"it is 0 and {source} has enabled: true"):
             settings_of(run, file, {INJECTION: "0"})
-    assert not settings_of(
-        training_yaml(tmp_path), environ={INJECTION: "0"}
-    ).repeat_terminate.enabled
+    off = settings_of(training_yaml(tmp_path), environ={INJECTION: "0"})
+    assert not off.repeat_terminate.enabled
 
 
 @pytest.mark.req("CFG-05", "CFG-09", "SRV-01")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import bind, check_checkpoint, check_gpus, check_memory
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.contract.running_server import (
+    RunningServer,
     children,
     is_alive,
     start_server,
@@ -31,7 +33,7 @@ from tests.unit.fleets import wait_until
 from tests.unit.refusals import refused
 
 
-@pytest.mark.req("SRV-01")
+@pytest.mark.req("SRV-01", "SRV-04")
 def test_options_win_over_the_file_and_defaults_fill_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("model: /m\ndevice: cpu\nport: 9000\nallowed_media_dirs: [/a, /b]\n")
@@ -39,6 +41,9 @@ def test_options_win_over_the_file_and_defaults_fill_the_rest(tmp_path: Path) ->
     assert (settings.model, settings.device, settings.port) == (Path("/m"), "cpu", 9001)
     assert settings.allowed_media_dirs == (Path("/a"), Path("/b"))
     assert (settings.host, settings.seed, settings.transport) == ("127.0.0.1", 0, "gloo")
+    file.write_text("[1, 2]")
+    with refused("--config"):
+        load_settings(file, {})
 
 
 def parsed(*words: str) -> dict[str, Any]:
@@ -110,14 +115,6 @@ def test_options_that_contradict_each_other_are_refused(
         load_settings(None, {"model": "/m"} | options)
 
 
-@pytest.mark.req("SRV-04")
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "server.yaml"
-    file.write_text("[1, 2]")
-    with refused("--config"):
-        load_settings(file, {})
-
-
 @pytest.mark.req("SRV-06")
 def test_the_environment_of_the_engine_allows_no_network_no_pickles_and_few_threads() -> None:
     cpu = engine_environment(ServerSettings(model=Path("/m"), device="cpu"))
@@ -169,19 +166,15 @@ def test_gpus_are_numbers_of_the_machine_and_not_of_the_visible_ones(
 
 @pytest.mark.req("SRV-04")
 def test_weights_and_caches_must_fit_into_memory(tmp_path: Path) -> None:
-    def settings(kv_cache_gib: float, replicas: int) -> ServerSettings:
-        return ServerSettings(
-            model=tmp_path, device="cpu", kv_cache_gib=kv_cache_gib, replicas=replicas
-        )
-
-    check_memory(settings(0.001, replicas=2))
-    for too_much in (settings(10**6, replicas=1), settings(1.0, replicas=10**6)):
+    settings = partial(ServerSettings, model=tmp_path, device="cpu")
+    check_memory(settings(kv_cache_gib=0.001, replicas=2))
+    for kv_cache_gib, replicas in ((10**6, 1), (1.0, 10**6)):
         with refused("kv_cache_gib"):
-            check_memory(too_much)
+            check_memory(settings(kv_cache_gib=kv_cache_gib, replicas=replicas))
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(2**43)  # a sparse file
     with pytest.raises(ContractError, match="weights and KV caches of 1 replica"):
-        check_memory(settings(0.001, replicas=1))
+        check_memory(settings(kv_cache_gib=0.001, replicas=1))
 
 
 @pytest.mark.req("SRV-04")
@@ -199,12 +192,8 @@ def test_a_busy_port_is_an_error_and_never_another_port() -> None:
 
 
 def command(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "rollout_server", "serve", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-X", "importtime", "-m", "rollout_server", "serve", *options]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.req("SRV-04")
@@ -228,7 +217,7 @@ def test_a_parent_pid_of_another_process_is_refused(tied: Path) -> None:
 @pytest.mark.req("SRV-05")
 def test_sigterm_during_start_up_ends_everything(tied: Path, tmp_path: Path) -> None:
     server = start_server(tied, tmp_path / "server", "--grace-seconds", "1")
-    while not any(map(is_spawned, children(server.process.pid))):
+    while not has_child(server, b"spawn_main"):  # of `multiprocessing`, as those of vLLM
         assert is_alive(server.process.pid), "the server ended"
         time.sleep(0.1)
     everything = [server.process.pid, *children(server.process.pid)]
@@ -248,7 +237,7 @@ def test_a_signal_during_a_merge_ends_everything_and_no_port_is_open(
     adapted(tied, seed=1).save_pretrained(str(tmp_path / "adapter"))
     server = start_server(tmp_path / "adapter", tmp_path / "server")
     try:
-        wait_until(lambda: any(map(is_merge, children(server.process.pid))))
+        wait_until(lambda: has_child(server, b"rollout_server.engines.merge"))
         with pytest.raises(httpx.ConnectError):
             server.http.get("/live/")
         everything = [server.process.pid, *children(server.process.pid)]
@@ -258,12 +247,10 @@ def test_a_signal_during_a_merge_ends_everything_and_no_port_is_open(
         stop_server(server)
 
 
-def is_merge(pid: int) -> bool:
-    with suppress(OSError):  # it may end meanwhile
-        return b"rollout_server.engines.merge" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def has_child(server: RunningServer, word: bytes) -> bool:
+    """Whether the command of a child of the server has the word."""
+    for pid in children(server.process.pid):
+        with suppress(OSError):  # it may end meanwhile
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return True
     return False
-
-
-def is_spawned(pid: int) -> bool:
-    """Return whether the process is a child of `multiprocessing`, as the processes of vLLM."""
-    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()

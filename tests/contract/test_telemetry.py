@@ -21,6 +21,7 @@ from rollout_server.serving.telemetry import COUNTS, CallRecord, Telemetry
 from shared_contracts.server_info import ReplicaStatus
 from tests.contract.running_server import samples
 from tests.contract.served_app import client_of, settings
+from tests.contract.test_app import BODIES
 
 SECRET = "do-not-log-this"
 SETTINGS = settings(replicas=2)
@@ -95,13 +96,6 @@ def test_prometheus_scrapes_the_server_with_its_token(client: TestClient) -> Non
 # --- refusals and the access log
 
 
-START = {
-    "version": 1,
-    "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
-    "attempt": "a",
-}
-
-
 @pytest.mark.req("SRV-08")
 def test_refused_call_is_logged_and_counted_with_its_problem(
     client: TestClient, caplog: pytest.LogCaptureFixture
@@ -111,7 +105,7 @@ def test_refused_call_is_logged_and_counted_with_its_problem(
     client.post("/infer", json=body | {"surprise": SECRET}, headers={"authorization": SECRET})
     client.post("/infer/", json=body, headers={"authorization": SECRET})
     client.get("/infer/")
-    client.post("/start_weight_update/", json=START)
+    client.post("/start_weight_update/", json=BODIES["/start_weight_update/"] | {"attempt": "a"})
     client.post("/close_communicator/", json={"attempt": "a"})
     client.get("/health/")
     assert [(r.route, r.status, r.problem) for r in access_lines(caplog)] == [
@@ -194,13 +188,8 @@ except ZeroDivisionError:
 @pytest.mark.req("SRV-08")
 def test_every_line_of_every_library_is_one_json_object() -> None:
     settings = SETTINGS.model_copy(update={"log_format": "json"})
-    done = subprocess.run(
-        [sys.executable, "-c", SERVER],
-        env=os.environ | engine_environment(settings),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, environ = [sys.executable, "-c", SERVER], os.environ | engine_environment(settings)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     for line in lines:

@@ -79,9 +79,7 @@ def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pus
 
 
 @pytest.mark.req("SYNC-03", "SYNC-05", "SYNC-09", "WIRE-03")
-def test_calls_see_the_old_version_before_an_update_and_the_new_one_after_it(
-    pushing: Pushing,
-) -> None:
+def test_calls_see_the_old_version_before_an_update_and_then_the_new_one(pushing: Pushing) -> None:
     """No sequence has weights of two versions; a call during the update waits for the end."""
     server = pushing.server
     old = server.version
