@@ -157,7 +157,7 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
     journal.push(A, False, pushed)
     journal.push(B, True, report(5, "p-0", seconds=8.0, size=6_000_000_000))
     journal.probe(0.5)
-    journal.healthy = 1
+    journal.healthy -= 1
     _, payload = journal.take()
     assert payload.metrics() == {
         "rollout/servers_healthy": 1,

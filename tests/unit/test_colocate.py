@@ -25,7 +25,7 @@ from learner.rollout.backend import Journal, WeightsVersion
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import learner_environment, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
-from learner.rollout.server_process import STEADY_S, SupervisedServer, free_ports
+from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.input_checks import (
     check_backend,
     check_inputs,
@@ -289,16 +289,34 @@ def supervised(
         server.stop()
 
 
-def given_up(server: SupervisedServer) -> bool:
-    try:
-        server.check()
-    except RunError:
-        return True
-    return False
-
-
 def starts(folder: Path) -> int:
     return len((folder / "starts-0").read_text())
+
+
+def test_server_that_ends_is_an_error_with_the_lines_since_its_start(tmp_path: Path) -> None:
+    log, environment = tmp_path / "server.log", os.environ | {"PYTHONWARNINGS": "none"}
+    log.write_text("an earlier start\n")
+    options, url = ["--device", "cpu", "--model", str(tmp_path)], "http://127.0.0.2:9"
+    with ServerProcess(options, log, environment=environment, base_url=url) as server:
+        assert os.getpgid(server.pid) == server.pid, "an interrupt does not reach it"
+        with refused(f"the rollout server at {url}", "ended with code 2", "Invalid -W option"):
+            server.wait_until_healthy(60.0)
+    assert "config.json cannot be read" in server.log_tail()
+    assert "an earlier start" not in server.log_tail()
+    assert log.read_text().startswith("an earlier start\n")
+
+
+def test_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
+    (port,), made = free_ports(1), list[ServerProcess]()
+    settings = {"lives": 9, "code": 1, "ready": False, "stubborn": False}
+
+    def start() -> ServerProcess:
+        made.append(StandIn(tmp_path, 0, port, settings))
+        return made[-1]
+
+    with pytest.raises(ContractError, match="not ready within 0 s"):
+        SupervisedServer(start, 0.2)
+    assert [each.code() is None for each in made] == [False]
 
 
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -306,9 +324,8 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
     clock = itertools.count(0.0, STEADY_S).__next__
     with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01), clock=clock) as server:
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: given_up(server))
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
-            server.check()
+            wait_until(server.check)
     assert starts(tmp_path) == 3
 
 
@@ -330,7 +347,8 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
             assert server.base_url == address
         now += STEADY_S - 1
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: given_up(server))
+        with pytest.raises(RunError):
+            wait_until(server.check)
     assert starts(tmp_path) == 3
 
 
@@ -340,9 +358,8 @@ def test_server_that_cannot_be_started_again_is_an_error(tmp_path: Path) -> None
     with supervised(folder, lives=9, pauses_s=(0.0,)) as server:
         shutil.rmtree(folder)
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: given_up(server))
         with pytest.raises(RunError, match="could not be restarted"):
-            server.check()
+            wait_until(server.check)
 
 
 def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:

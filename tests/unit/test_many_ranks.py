@@ -58,11 +58,9 @@ class CountedPeers(GroupPeers):
 
     calls = 0
 
-    def all_gather(
-        self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
-    ) -> list[T]:
+    def all_gather(self, *given: Any, **named: Any) -> list[Any]:
         self.calls += 1
-        return super().all_gather(work, meanwhile)
+        return super().all_gather(*given, **named)
 
     def await_calls(self, count: int) -> None:
         wait_until(lambda: self.calls >= count)
@@ -77,10 +75,6 @@ class Rank(Fleet):
         self.peers.all_gather(
             lambda: bool(self.ask(count)), meanwhile=self.backend.repush_restarted
         )
-
-    def wait_and_repush(self) -> None:
-        """Send nothing; push again to restarted servers while the others send requests."""
-        self.peers.all_gather(nothing, meanwhile=self.backend.repush_restarted)
 
     def meet(self) -> None:
         self.peers.all_gather(nothing)
@@ -511,7 +505,7 @@ def one_asks(run: Ranks, fault: Fault) -> Sequence[Any]:
             run.rollouts[0].faults.append(fault)
             rank.ask_and_meet(4)
         else:
-            rank.wait_and_repush()
+            rank.peers.all_gather(nothing, meanwhile=rank.backend.repush_restarted)
         return rank.notes()[1]
 
     return run.outcomes(work)
@@ -562,6 +556,7 @@ def test_beside_training_a_stale_server_waits_for_a_push(asking: int, needs_push
             begin(rank)
             if rank.peers.rank == asking and needs_push:
                 run.rollouts[0].faults.append(S.restart)
+                run.rollouts[0].world_size = 3
                 with pytest.raises(PushNeeded, match="no rollout server has the weights"):
                     rank.ask(4, how="rollout_asynchronous")
             elif rank.peers.rank == asking:
@@ -569,6 +564,7 @@ def test_beside_training_a_stale_server_waits_for_a_push(asking: int, needs_push
                 rank.ask(4, how="rollout_asynchronous")
             assert run.pushed() == [[1]]
             rank.backend.push_weights(2)
+            assert rank.backend.servers[0].world_size == run.rollouts[0].world_size
             rank.ask(4, version=2, how="rollout_asynchronous")
 
         run.results(work)
