@@ -90,10 +90,8 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - started
+        yield
+        self._seconds[name] += time.perf_counter() - started
 
     def seconds(self, name: str) -> float:
         return self._seconds[name]

@@ -206,10 +206,10 @@ class RolloutBuffer:
     def take(self, step: int) -> ReadyBatch:
         """Return the oldest batch, for channel B in step `step`.
 
-        Raises RunError if there is none, or it is stale: call `refresh` and `packs` first.
+        Raises RunError if there is none: call `refresh` and `packs` first.
         """
         with self._changing():
-            if not self._ready or self._is_stale(self._ready[0]):
+            if not self._ready:
                 found = f"channel B was to run step {step + 1}, and no batch is ready"
                 raise RunError(f"{found}: {self}")
             return self._ready.popleft()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.runs.declared import COORD_DIAG, LOSSES, METRICS, SERVERS, TRAINER
-from learner.runs.metrics import Payload, over_processes
+from learner.runs.metrics import Payload, PhaseClock, over_processes
 from learner.types import Channel
 from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
@@ -32,7 +32,6 @@ class Atom(NamedTuple):
 
 
 def payload_of(atoms: Sequence[Atom]) -> Payload:
-    """The payload of a process that recorded `atoms` one after the other."""
     payload = Payload()
     for key, value, whole in atoms:
         if KINDS[key] == "rate":
@@ -90,6 +89,16 @@ def test_a_rate_over_zero_is_zero_and_a_metric_never_recorded_is_absent() -> Non
 
 
 @pytest.mark.req("MET-01")
+def test_a_phase_has_the_seconds_of_all_its_blocks() -> None:
+    clock, seconds = PhaseClock(), list[float]()
+    for _ in range(100):
+        with clock.phase("learn"):
+            pass
+        seconds.append(clock.metrics()["time/learn_s"])
+    assert seconds == sorted(set(seconds))
+
+
+@pytest.mark.req("MET-01")
 def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -> None:
     payload = Payload()
     with pytest.raises(KeyError, match="coord_diag/acc_top5"):
@@ -101,15 +110,11 @@ def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -
     assert payload.metrics() == {}
 
 
-# --- the keys that a run logs, with every loss module, both channels and an evaluation
-
-
 Line = dict[str, Any]
 HF = {"rollout_backend": "hf", "max_new_tokens": 8, "eval_detection": {"enabled": True}}
 
 
 def with_everything(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Every weight above 0, self-context, diagnostics in both channels."""
     stage2 = mapping["stage2_ab"]
     stage2 |= {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 2}
     for module in stage2["pipeline"]["objective"]:
@@ -189,7 +194,6 @@ def test_an_evaluation_logs_its_own_keys_alone(lines: list[Line]) -> None:
 
 
 def combine(rank: int, folder: Path) -> None:
-    """Write the combined metrics of one of two processes."""
     import torch
     import torch.distributed as dist
 
