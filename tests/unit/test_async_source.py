@@ -54,6 +54,8 @@ class Servers(Scripted):
     asked: sample ids of each call, when it begins. fails: raised in place of the next answers.
     """
 
+    round_size: int | None = None
+
     def __init__(self, samples: Sequence[Sample], parts: Parts, *, free: bool = False) -> None:
         super().__init__(samples, parts)
         self.asked: Queue[list[str]] = Queue()
@@ -62,11 +64,6 @@ class Servers(Scripted):
         self.closed = False
         self._allowed = threading.Semaphore(10**6 if free else 0)
         self._busy = threading.Lock()
-        self.requests_of_round: int | None = None
-
-    @property
-    def round_size(self) -> int | None:
-        return self.requests_of_round
 
     def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
         with self._busy:
@@ -127,7 +124,7 @@ class Actor:
         self.parts, self.config, self.peers = parts, config, peers
         self.samples = samples
         self.servers = Servers(samples, parts, free=free)
-        self.servers.requests_of_round = round_size
+        self.servers.round_size = round_size
         self.policy = Policy(self.servers, request_settings(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.buffer = WatchedBuffer(keys, total)
@@ -167,12 +164,10 @@ class Actor:
         self.source.begin(step, PhaseClock())
 
     def make_ready(self) -> int:
-        """Let the servers answer a batch; returns its number once it is ready."""
         self.servers.allow()
         return self.buffer.made.get(timeout=PATIENCE_S)
 
     def begin_until_asked(self, step: int) -> list[str]:
-        """Begin the step again and again until the servers are asked; returns the sample ids."""
         while True:
             self.begin(step)
             with suppress(Empty):
@@ -267,7 +262,6 @@ def test_push_waits_for_answers_and_no_request_is_sent_before_it_ends(actor_of: 
 
 @contextmanager
 def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
-    """Another thread enters the exclusive access of an actor; the event is set inside."""
     entered, leave = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -284,7 +278,6 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
 
 @pytest.mark.req("STEP-01", "RES-23", "SEED-02")
 def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf, config: Config) -> None:
-    """The batch is trained on by the next step, which logs the batch's seeds."""
     actor = actor_of()
     logged: list[dict[str, Any]] = []
     runner, model = actor.runner(logged.append), actor.parts.loaded.model
@@ -332,6 +325,7 @@ def test_a_step_is_of_channel_a_if_one_process_has_no_batch(actor_of: ActorOf) -
     assert actor.source.ready(0)
     _, skipped = runner.run(model, [], 0, PlainAccelerator())
     assert skipped.channel == "A"
+    assert skipped.metrics["packing/post_rollout_segments"] == BATCH, "of another batch"
 
 
 @pytest.mark.req("SYNC-09", "DDP-01")
@@ -377,15 +371,17 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     assert actor.policy.version == 2
     assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
     feed = actor.feed(1)
+    assert actor.source.payload().metrics()[f"{ASYNC}/version_lag"] == 1, "of the first pack"
     packs = [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs]
     first, second = actor.ids(0)
     assert packs == [[first], [second]], "both fit into one pack"
+    base = rank_seed_base(rollout_seed_base(actor.config.training.seed, 0), 0)
+    assert actor.servers.seeds == [request_seed(base, 0, i) for i in (0, 1)]
     actor.begin(2)
     assert actor.policy.version == 2, "the push that was needed is made"
 
 
 def test_async_queue_invariant_violation_raises_actionable_error(actor_of: ActorOf) -> None:
-    """Channel B is scheduled although no batch is ready."""
     actor = actor_of(version_window=2)
     actor.begin(0)
     first = "channel B was to run step 8, and no batch is ready"
@@ -406,6 +402,7 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
         with pytest.raises(RunError) as caught:  # noqa: PT012 - one of many steps raises
             while True:
                 actor.begin(0)
+        actor.buffer.pause()  # for an evaluation: no request runs
         actor.source.close()
         return str(caught.value)
 
@@ -426,11 +423,10 @@ def test_prefetcher_ends_with_the_run(actor_of: ActorOf, at: str) -> None:
         with pytest.raises(KeyError), actor.source.exclusive_access():
             raise KeyError
         actor.feed(0)
+        wait_until(lambda: actor.buffer.state()["next"] == 2)
     actor.source.close()
     assert actor.servers.closed
-
-
-# --- The rollout buffer ------------------------------------------------------------------
+    assert actor.servers.asked.empty()
 
 
 def ready(batch: int, version: int, packs: int = 1) -> ReadyBatch:
@@ -449,7 +445,6 @@ def buffer_at(version: int, limit: int, window: int, target: int, total: int) ->
 
 
 def make(buffer: RolloutBuffer, version: int, packs: int = 1) -> int:
-    """Make the next batch, by weights of `version`; returns its number."""
     batch = buffer.begin()
     buffer.put(ready(batch, version, packs))
     return batch
@@ -466,7 +461,11 @@ def test_batch_that_never_fits_is_a_contract_error() -> None:
 TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4
 
 
-@pytest.mark.parametrize("made", [[(3, 0)] * 4, [(1, 4), (3, 2)]], ids=["enough", "no room"])
+@pytest.mark.parametrize(
+    "made",
+    [[(3, 0)] * 4, [(1, 4), (3, 2)], [(3, 2), (3, 1), (3, LIMIT)]],
+    ids=["enough", "no room", "one in the place of two"],
+)
 def test_no_batch_is_begun_that_is_not_needed_or_would_replace_another(
     made: list[tuple[int, int]],
 ) -> None:
@@ -474,6 +473,14 @@ def test_no_batch_is_begun_that_is_not_needed_or_would_replace_another(
     buffer = buffer_at(3, LIMIT, WINDOW, TARGET, TOTAL)
     for version, packs in made:
         make(buffer, version, packs)
+    assert buffer.packs <= LIMIT
+    state = buffer.state()
+    assert state["left"] == [*range(state["next"])], "a batch that is dropped is given back"
+    first, second = (buffer.payload().metrics() for _ in range(2))
+    fresh = sum(packs for version, packs in made if version == 3)
+    assert first[f"{ASYNC}/dropped_oldest"] == max(0, fresh - LIMIT)
+    assert first[f"{ASYNC}/prefetch_idle_s"] > 0, "before each batch was begun"
+    assert set(second.values()) == {0}, "a payload has what came since the last one"
     begun = in_thread(buffer.begin, "waiting")
     wait_until(lambda: begun.done() or buffer.payload().metrics()[f"{ASYNC}/prefetch_idle_s"] > 0)
     buffer.close()

@@ -42,8 +42,6 @@ def scene(scenes: list[Sample]) -> Sample:
 
 
 class Answering(ToyLearner):
-    """Channel B over one scene. Answers are texts."""
-
     def __init__(
         self, loaded: LoadedModel, scene: Sample, mapping: dict[str, Any] = WARMUP
     ) -> None:
@@ -93,6 +91,7 @@ def test_a_duplicate_is_removed_and_its_departure_is_of_the_pack(
     (first, second), stats = answering.segments(written(CAT, CAT, DOG), written(CAT, DOG))
     assert answering.target_text(first) == written(CAT, DOG) + "<|im_end|>"
     assert stats["dup/removed"] == stats["dup/answers"] == stats["dup/departures"] == 1
+    assert answering.segments(written(CAT, DOG))[1]["dup/removed"] == 0
     assert counted(stats, "N_valid_pred", "matched") == {"N_valid_pred": 4, "matched": 4}
     row = make_pack([second, first]).supervision
     ((position, token),) = row.departures.tolist()
@@ -155,10 +154,12 @@ def test_a_polygon_counts_where_polygons_are_allowed(
 ) -> None:
     roof = '"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
     roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}'
-    _, stats = answering.segments(f"{{{roof}}}")
+    (dropping,), stats = answering.segments(f"{{{roof}}}")
+    assert dropping.has_dropped
     assert drop_reasons(stats) == {"poly_unsupported": 1}
     assert stats[f"{B}/N_valid_pred"] == 0
-    _, stats = Answering(loaded, scene, ALIGNED).segments(f"{{{roof}}}")
+    (whole,), stats = Answering(loaded, scene, ALIGNED).segments(f"{{{roof}}}")
+    assert not whole.has_dropped
     assert not drop_reasons(stats)
     assert stats[f"{B}/N_valid_pred"] == 1
 
@@ -172,7 +173,6 @@ def test_a_polygon_counts_where_polygons_are_allowed(
 def test_other_prompt_ids_of_the_server_stop_the_step(
     answering: Answering, kept: int | None, more: list[int], theirs: str
 ) -> None:
-    """The first difference is shown with both tokens."""
     answer = answering.rollout(written(CAT))
     own = answer.prompt_token_ids
     other = replace(answer, prompt_token_ids=own[:kept] + more)

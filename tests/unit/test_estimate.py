@@ -160,12 +160,10 @@ def estimate_of(
     processes: int = 1,
     pushed: int = 2**30,
 ) -> Estimate:
-    """The estimate of a run of channel A with this cost."""
     return Estimate(config, gpu, processes, 8, {"A": cost}, 1, pushed, 0, served)
 
 
 def test_step_time_is_packs_and_update(config_of: ConfigOf) -> None:
-    """`test_gpu_profiles.py` has messages of FSDP2, and pushes."""
     found = estimate_of(config_of(), COST)
     assert found.step_s(COST) == pytest.approx(1.1)
     assert found.mfu(COST) == pytest.approx(10e12 / (1.1 * 989e12))
@@ -280,10 +278,10 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     ("tuner", "context"),
     [
         ({"train_type": "full"}, {"n_softctx_iter": 1}),
-        (LORA, {"n_softctx_iter": 1}),
+        (LORA, {"n_softctx_iter": 3, "softctx_grad_mode": "em_detach"}),
         (LORA, {"n_softctx_iter": 3, "softctx_grad_mode": "unroll"}),
     ],
-    ids=["full", "lora", "unrolled"],
+    ids=["full", "detached", "unrolled"],
 )
 def test_flops_of_a_pack_are_those_of_its_operations(
     config_of: ConfigOf, scenes: list[Sample], tuner: dict[str, Any], context: dict[str, Any]
@@ -295,6 +293,8 @@ def test_flops_of_a_pack_are_those_of_its_operations(
     counted = fake_step(config, scenes[:4], "A").flops
     # Middle forwards read slots alone, and the mean embedding is a product: both small.
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)
+    several = context["n_softctx_iter"] > 1
+    assert (recipe.flops(loaded.model, pack, "B") < 0.7 * counted) is several, "one forward"
 
 
 @pytest.mark.req("FULL-09")

@@ -3,10 +3,11 @@
 import io
 import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -28,9 +29,10 @@ from learner.rollout.policy import Policy, RequestSettings, request_settings
 from learner.stages.matching import most_pairs
 from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import Tokenizer
-from learner.training.evaluation import build_scorer
+from learner.training.evaluation import build_scorer, evaluation_seed
 from learner.training.input_checks import read_inputs
 from learner.training.run_log import ProgressDisplay, log_calls
+from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample
@@ -41,6 +43,7 @@ from tests.unit.answers import BIRD, CAT, DOG, encode, entry
 from tests.unit.eval_answers import DATA, answers, box
 from tests.unit.scripted_server import report
 from tests.unit.small_run import ConfigOf, rollout
+from tests.unit.test_forwards import Waiting
 from tests.unit.toy_bpe import train_toy_tokenizer
 
 CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
@@ -107,7 +110,6 @@ def test_counts_of_scores(
 
 @pytest.mark.req("RES-20")
 def test_hit_is_not_lost_to_another_description_at_its_place(toy_tokenizer: Tokenizer) -> None:
-    """The dog lies on the cat exactly, the cat one bin off."""
     x1, y1, x2, y2 = CAT_BOX
     text = f"{{{entry(1, 'dog', CAT_BOX)}, {entry(2, 'cat', (x1 + 1, y1, x2, y2))}}}"
     found = answer(toy_tokenizer, text, [CAT])
@@ -142,7 +144,6 @@ def test_pairs_are_as_many_and_as_close_as_the_best_of_all_pairings(
 
 
 def best_way(iou: list[list[float]], taken: frozenset[int] = frozenset()) -> tuple[int, float]:
-    """Most pairs, and the largest sum of IoUs of as many."""
     if not iou:
         return 0, 0.0
     best = best_way(iou[1:], taken)
@@ -183,7 +184,6 @@ def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
 
 @pytest.mark.req("EVAL-01")
 def test_scores_with_a_zero_denominator(toy_tokenizer: Tokenizer) -> None:
-    """None for an answer's precision and recall, zero for those of all answers."""
     for there, own in (([], (None, None, 1.0)), ([CAT], (None, 0.0, 0.0))):
         found = answer(toy_tokenizer, "{}", there)
         assert (found.precision, found.recall, found.f1) == own
@@ -224,19 +224,31 @@ def test_false_object_of_the_whole_image_is_oversized(
 
 
 class Scripted(RolloutBackend):
-    """A backend that gives the same answers. decoded: settings of each call, system message."""
+    """Gives the same answers. decoded: settings of each call, system message. done: in order."""
 
     def __init__(self, answers: list[list[int]], journal: Journal | None = None) -> None:
         super().__init__(journal)
         self.answers = answers
         self.decoded: list[tuple[object, ...]] = []
+        self.done: list[object] = []
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        self.done.append(name)
+        yield
+        self.done.append(name)
+
+    def serving(self) -> AbstractContextManager[None]:
+        return self.block("serving")
 
     def rollout(self, requests: Any, request_config: RequestConfig) -> list[RolloutOutput]:
+        self.done += [request_config.seed, *(request.uuid for request in requests)]
         system = requests[0].messages[0].content
         self.decoded.append((request_config.temperature, request_config.top_p, system))
         return [rollout([], ids) for ids, _ in zip(self.answers, requests, strict=True)]
 
-    def push_weights(self, version: int) -> None: ...
+    def push_weights(self, version: int) -> None:
+        self.done.append(f"push {version}")
 
     def close(self) -> None: ...
 
@@ -293,11 +305,33 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     assert logged["eval/sync/total_s"] == 2.0
 
 
+@pytest.mark.req("EVAL-01", "ASYNC-01", "ROLL-03", "SYNC-07")
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
+def test_a_process_evaluates_its_own_samples_and_has_the_servers_for_itself(
+    config_of: ConfigOf, toy_tokenizer: Tokenizer, rank: int, count: int
+) -> None:
+    config, peers = config_of(), Waiting()
+    peers.rank, peers.count = rank, count
+    val, loaded = read_inputs(config).val, load_model(config)
+    own = [sample.sample_id for sample in val[rank::count]]
+    backend = Scripted([encode(toy_tokenizer, "{}") for _ in own])
+
+    class Source(RolloutSource):
+        def exclusive_access(self) -> AbstractContextManager[None]:
+            return backend.block("alone")
+
+    policy = Policy(backend, request_settings(config))
+    source, seed = Source(config, policy, cast(Any, None)), evaluation_seed(config, rank)
+    build_scorer(config, val, loaded, policy, lambda _: None, peers, source)(0)
+    assert backend.done == ["alone", "serving", "push 1", seed, *own, "serving", "alone"]
+    assert (seed == evaluation_seed(config)) is (rank == 0)
+    assert peers.repushes == 1, "to servers that restart while others are waited for"
+
+
 ONE, OTHER = box("cat", 0, 0, 400, 400), box("dog", 500, 500, 900, 900)
 
 
 def evaluation(*right: bool, there: GroundTruthObject = ONE) -> list[ScoredAnswer]:
-    """An answer for each sample, which has one object: it is found, or another one is."""
     return answers(*(([there], [there if found else OTHER]) for found in right))
 
 

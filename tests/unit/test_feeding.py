@@ -25,7 +25,7 @@ from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.train import order_of
 from learner.training.trainer import BatchLoader
-from learner.types import AssessedRollout, Sample
+from learner.types import AssessedRollout, Place, Sample
 from shared_contracts.errors import RunError
 from tests.unit.fleets import wait_until
 from tests.unit.plain_accelerator import PlainAccelerator
@@ -84,7 +84,7 @@ class Assessing(ChannelB):
 
 
 class Feeding:
-    """Channel B's packs of one step, chunk by chunk.
+    """Channel B's packs of one step, chunk by chunk. assessed: its answers, as logged.
 
     round_size: of asynchronous rollouts, and as many as a chunk; None without overlap.
     """
@@ -103,10 +103,10 @@ class Feeding:
         backend = self.servers if round_size is None else InChunks(self.servers, round_size)
         self.policy = Policy(backend, request_settings(config))
         self.config = config
+        self.assessed: Sequence[AssessedRollout] = ()
 
     def chunks(self, step: int = 0) -> Iterator[list[str]]:
-        """The sample of each pack of a chunk."""
-        source = RolloutSource(self.config, self.policy, self.channel_b)
+        source = RolloutSource(self.config, self.policy, self.channel_b, 0, self.log)
         with source.feed(step, self.samples, PhaseClock()) as feed:
             for packs, _ in feed.chunks:
                 yield [pack.sample_ids[0] for pack in packs]
@@ -115,6 +115,9 @@ class Feeding:
         recipe = Recipe(config, parts.channel_a, self.channel_b, parts.pipeline)
         runner = StepRunner(config, recipe, self.policy)
         return runner.run(parts.loaded.model, self.samples, 0, PlainAccelerator())[1]
+
+    def log(self, _: int, assessed: Sequence[AssessedRollout], __: Sequence[Place]) -> None:
+        self.assessed = assessed
 
     def ids(self, chunk: int) -> list[str]:
         part = self.samples[chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -144,6 +147,15 @@ def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
     assert feeding.watched.begun == CHUNK * CHUNKS
 
 
+@pytest.mark.req("PACK-05", "MET-03")
+def test_a_pack_holds_answers_of_several_chunks_and_the_log_has_the_chunk_of_each(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    feeding = Feeding(parts, config_of(stage2_ab=B_ALONE, global_max_length=12000), samples)
+    assert [len(packs) for packs in feeding.chunks()] == [0] * (CHUNKS - 1) + [1]
+    assert [each.chunk for each in feeding.assessed] == [i // CHUNK for i in range(len(samples))]
+
+
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("stage", ["answers", "assessment"])
 def test_an_error_is_raised_after_the_chunks_before_it(feeding_of: FeedingOf, stage: str) -> None:
@@ -165,7 +177,6 @@ def test_an_error_is_raised_after_the_chunks_before_it(feeding_of: FeedingOf, st
 
 @pytest.mark.parametrize("held", ["answers", "assessment", "nothing"])
 def test_a_step_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, held: str) -> None:
-    """Its last answer may come later."""
     feeding, over = feeding_of(), threading.Event()
     if held == "answers":
         feeding.servers.meanwhile = lambda calls: calls < 2 or over.wait(WAIT_S)
@@ -176,6 +187,8 @@ def test_a_step_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, held: 
             if held != "nothing":
                 raise ZeroDivisionError
     over.set()
+    wait_until(lambda: all(each.name != "rollouts ahead" for each in threading.enumerate()))
+    assert held != "answers" or len(feeding.servers.seeds) == 2, "nothing more is requested"
 
 
 def test_rollout_and_learner_overlap_within_a_step(

@@ -23,7 +23,7 @@ from learner.stages.formats.objects_array import CLOSING, HEAD, OBJECTS_ARRAY
 from learner.stages.matching import match_objects
 from learner.stages.targets import TargetUnreadable, assess, build_ground_truth_target, with_target
 from learner.stages.tokens import IM_END, Tokenizer, encode_answer, token_table
-from learner.training.checkpoint_checks import check_taught_format
+from learner.training.checkpoint_checks import check_model, check_taught_format
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids
@@ -56,7 +56,7 @@ from tests.unit.format_readers import (
 from tests.unit.parse_invariants import check_parsed
 from tests.unit.reference_parser import read_symbols
 from tests.unit.refusals import refused
-from tests.unit.small_run import rollout
+from tests.unit.small_run import ConfigOf, rollout
 
 
 def check_keys(
@@ -167,9 +167,6 @@ def test_every_format_is_here_and_has_entries_that_a_guard_counts() -> None:
         assert answer_format(config) is case.answers
 
 
-# ---- any ids -------------------------------------------------------------------------
-
-
 @pytest.mark.req("FMT-01", "PARSE-07")
 @each_format
 @given(data=st.data(), headed=st.booleans())
@@ -274,9 +271,6 @@ def test_a_thousand_objects_are_all_read(case: Case, qwen_tokenizer: Tokenizer) 
     assert parsed.max_object_index == 1000
 
 
-# ---- through the stages --------------------------------------------------------------
-
-
 @pytest.mark.req("FMT-01", "CHB-01")
 @each_format
 def test_an_answer_is_corrected_continued_and_closed(case: Case, tokenizer: Tokenizer) -> None:
@@ -307,9 +301,6 @@ def test_an_answer_is_corrected_continued_and_closed(case: Case, tokenizer: Toke
     assert case.hat[1:-1] in in_role(Role.FALSE_POSITIVE)
     assert in_role(Role.CLOSURE).endswith(case.target[-1] + IM_END)
     assert [group.bins for group in target.coord_groups] == [CAT.shape.coords, DOG.shape.coords]
-
-
-# ---- what is refused -----------------------------------------------------------------
 
 
 @pytest.mark.req("FMT-01", "LOSS-02")
@@ -353,9 +344,6 @@ def test_a_description_that_cannot_be_written_in_a_line_is_not_taught(
         )
 
 
-# ---- tokens --------------------------------------------------------------------------
-
-
 @pytest.mark.req("FMT-01")
 @pytest.mark.parametrize("desc", ["stop!", 'the "old"'])
 def test_a_newline_is_taught_as_a_token_of_its_own(qwen_tokenizer: Tokenizer, desc: str) -> None:
@@ -386,8 +374,6 @@ def test_a_box_takes_few_of_qwen_s_tokens(
     )
     assert eleven - one <= 10 * most
 
-
-# ---- why an answer is not read -------------------------------------------------------
 
 OBJECT = entry(1).removeprefix('"object_1": ')
 KEYS = f'{{"object_1": {OBJECT}}}'
@@ -448,9 +434,6 @@ def test_the_reason_of_each_unread_answer(
     assert (len(parsed.objects), parsed.fault) == (objects, fault)
 
 
-# ---- the format of a run -------------------------------------------------------------
-
-
 @pytest.mark.req("FMT-01")
 @pytest.mark.parametrize(
     ("text", "taught"),
@@ -462,17 +445,21 @@ def test_the_reason_of_each_unread_answer(
     ],
 )
 def test_a_checkpoint_of_a_run_with_another_format_is_refused(
-    tmp_path: Path, text: str | None, taught: str | None
+    config_of: ConfigOf, toy_checkpoint: Path, tmp_path: Path, text: str | None, taught: str | None
 ) -> None:
     """text: of the run's config; None: there is no such file."""
     checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.symlink_to(toy_checkpoint)
     if text is not None:
         (tmp_path / RESOLVED).write_text(text)
     for name in ANSWER_FORMATS:
+        config = config_of(model={"model": str(checkpoint)}, custom={"answer_format": name})
         if taught in (None, name):
-            check_taught_format(checkpoint, name, "model.model")
+            check_model(config)
             continue
         found = f"as {taught} ({tmp_path / RESOLVED}), and custom.answer_format is {name}"
+        with refused("model.model", found, "learner export"):
+            check_model(config)
         with refused("--checkpoint", found, "learner export"):
             check_taught_format(checkpoint, name, "--checkpoint")
 
@@ -490,9 +477,6 @@ def test_the_guard_counts_the_entries_of_the_format(name: str | None) -> None:
     assert read.answer_format == config.custom.answer_format == (name or "object_keys")
     mapping["rollout_matching"]["repeat_terminate"] = guard | {"answer_format": read.answer_format}
     assert parse_config(mapping) == config
-
-
-# --- the text of coord_json -------------------------------------------------------------
 
 
 CAT_ENTRY = f'"object_7": {{"desc": "cat", "bbox_2d": {coords(10, 20, 300, 400)}}}'

@@ -28,7 +28,8 @@ from tests.unit.small_run import small_mapping
 
 pytestmark = pytest.mark.req("HUB-01")
 REPOSITORY = "ada/shapes"
-WRITER, READER, USER, TEAM = "hf_writer", "hf_reader", "ada", "lab"
+WRITER, READER, SINGLE, USER, TEAM = "hf_writer", "hf_reader", "hf_single", "ada", "lab"
+LOST = "hf_lost"  # whose connection breaks
 
 
 @dataclass
@@ -51,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def do_GET(self) -> None:
-        role = {WRITER: "write", READER: "read"}.get(self._token())
+        role = {WRITER: "write", READER: "read", SINGLE: "fineGrained"}.get(self._token())
+        if self._token() == LOST:
+            return
         if self.path != "/api/whoami-v2":
             self._send(404, {"error": "not here"})
         elif role is None:
@@ -152,7 +155,6 @@ def hub() -> Iterator[Hub]:
 
 
 def learner(hub: Hub, token: str | None, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The program, with the Hub and the token of the test."""
     return python(hub, token, "from learner.cli import main; main()", *map(str, words))
 
 
@@ -251,7 +253,10 @@ ACCESS: list[tuple[str, str, str | None]] = [
     ("hf_of_nobody", REPOSITORY, "Invalid user token"),
     (READER, REPOSITORY, "the token of ada may only read"),
     (WRITER, "bob/shapes", "may write to those of ada, lab"),
+    (SINGLE, "bob/shapes", None),
+    (LOST, REPOSITORY, "the Hub cannot check a token of yours"),
     (WRITER, REPOSITORY, None),
+    (WRITER, "shapes", None),
 ]
 ASK = """
 import json, os, sys

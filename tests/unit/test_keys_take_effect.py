@@ -16,9 +16,11 @@ from learner.rollout.policy import request_settings
 from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
+from learner.training.channels import recipe_of
 from learner.training.server_checks import reach_servers
 from learner.training.train import order_of
 from learner.training.trainer import training_arguments
+from learner.types import Sample
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import ConfigOf, run_quietly
@@ -37,6 +39,17 @@ def test_the_model_is_loaded_as_its_sections_say(config_of: ConfigOf) -> None:
     assert (made.r, made.lora_alpha, made.lora_dropout, made.use_dora) == (2, 6, 0.25, True)
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
     assert {name.rpartition(".")[2] for name in adapted} == {"q_proj"}
+
+
+def test_a_prompt_of_training_has_the_system_message(
+    config_of: ConfigOf, scenes: list[Sample]
+) -> None:
+    def tokens(system: str | None) -> int:
+        config = config_of(template={"system": system})
+        (segment,) = recipe_of(config, load_model(config)).channel_a.segments(scenes[:1])
+        return len(segment.prompt.ids)
+
+    assert tokens("Be brief.") > tokens(None)
 
 
 def test_the_trainer_has_the_arguments_of_the_config(config_of: ConfigOf, tmp_path: Path) -> None:
@@ -110,7 +123,6 @@ def test_clients_have_the_timeouts_of_the_config(config_of: ConfigOf) -> None:
 def test_a_run_writes_answers_in_the_configured_order_and_curves_in_the_configured_folder(
     config_of: ConfigOf, tmp_path: Path, logged: bool
 ) -> None:
-    """The run makes one step; the learner itself generates."""
     training = {"max_steps": 1, "save_strategy": "no", "logging_dir": str(tmp_path / "curves")}
     config = config_of(
         custom={"object_field_order": "geometry_first"},

@@ -65,7 +65,9 @@ def test_its_run_folder_has_answers_calls_and_a_page(made: Path) -> None:
     run = RunFolder.open(made / "run")
     assert run.answer_steps() == [2, 4, 6]  # 0.1.0 calls them 1, 3 and 5
     assert [line["step"] for line in run.calls() if "step" in line] == [2, 4, 6]
-    assert sum(len(run.answers(step)) for step in run.answer_steps()) == 12
+    assert [run.from_1(step) for step in (0, 5, 6)] == [1, 6, 6]
+    steps = [[answer.step for answer in run.answers(step)] for step in (2, 4, 6)]
+    assert steps == [[2] * 4, [4] * 4, [6] * 4]
     ran("report", made / "run")
     page = (made / "run/report.html").read_text(encoding="utf-8")
     assert "Finished: 6 steps" in page

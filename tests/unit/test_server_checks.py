@@ -34,10 +34,11 @@ KEY = "rollout_matching.vllm.server.servers[0].group_port"
 BASE = load_mapping(CONFIGS / "stage2_two_channel" / "base.yaml")
 
 
-def served(config_of: ConfigOf, server: ScriptedServer, **vllm: Any) -> Config:
+def served(
+    config_of: ConfigOf, server: ScriptedServer, port: int | None = None, **vllm: Any
+) -> Config:
     """vllm: keys beside the only server of the run."""
-    (port,) = free_ports(1)
-    servers = {"servers": [{"base_url": server.base_url, "group_port": port}]}
+    servers = {"servers": [{"base_url": server.base_url, "group_port": port or free_ports(1)[0]}]}
     return config_of(rollout_matching={"vllm": {"mode": "server", "server": servers, **vllm}})
 
 
@@ -102,7 +103,9 @@ def test_another_transport_is_refused_before_a_model_is_loaded(config_of: Config
 
 
 @pytest.mark.req("SYNC-04", "DEP-03")
-def test_taken_group_port_is_refused_with_ways_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_group_port_is_refused_unless_the_server_frees_it(
+    config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_checks, "_RELEASE_S", 0.0)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -110,6 +113,10 @@ def test_taken_group_port_is_refused_with_ways_without_it(monkeypatch: pytest.Mo
         held.listen()
         with refused(KEY, f"127.0.0.1:{port} is taken", "mode: colocate or rollout_backend: hf"):
             check_group_port(KEY, "http://127.0.0.1:8000", port)
+        with scripted_server() as server:
+            owned = info_of().model_copy(update={"owner": "the learner that ended"})
+            server.routes["GET /info/"] = lambda _: owned
+            assert len(reach_servers(served(config_of, server, port), {})) == 1
     check_group_port(KEY, "http://127.0.0.1:8000", port)
     check_group_port(KEY, "http://127.0.0.1:8000", port)  # it was released
 

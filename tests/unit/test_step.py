@@ -86,8 +86,6 @@ def policy_over(backend: Scripted) -> Policy:
 
 
 class Parts:
-    """A loaded toy model and what a runner is made of."""
-
     def __init__(self, config: Config) -> None:
         self.loaded: LoadedModel = load_model(config)
         self.loaded.model.train()
@@ -135,7 +133,6 @@ class Parts:
 def config_of(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> ConfigOf:
-    """A config from the share of channel B and sections."""
     out = tmp_path_factory.mktemp("step")
 
     def make(b_ratio: float = 0.0, **sections: Any) -> Config:
@@ -205,6 +202,18 @@ def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
     assert [r.metrics.get("sync/weights_version") for r in reports] == [None, 1, None, 2]
 
 
+@pytest.mark.req("SEED-02")
+def test_the_calls_of_a_step_that_fails_are_logged(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    backend, logged, config = Scripted(samples, parts), list[dict[str, Any]](), config_of(1.0)
+    backend.meanwhile = lambda calls: calls // 0
+    runner = StepRunner(config, parts.recipe(config), policy_over(backend), logged.append)
+    with pytest.raises(ZeroDivisionError):
+        parts.step(runner, samples)
+    assert [record["step"] for record in logged] == [1]
+
+
 @pytest.mark.req("PACK-05")
 @pytest.mark.parametrize(
     ("training", "warnings"), [({"packing_min_fill_ratio": 0.9}, 1), ({"packing": False}, 0)]
@@ -219,8 +228,8 @@ def test_poorly_filled_packs_are_warned_about_once(
 ) -> None:
     runner = parts.runner(config_of(training=training))
     for step in range(2):
-        parts.step(runner, samples[:1], step)
-    assert caplog.text.count("training.packing_min_fill_ratio 90 %") == warnings
+        parts.step(runner, samples[:5], step)
+    assert caplog.text.count("training.packing_min_fill_ratio") == warnings
 
 
 @pytest.mark.req("CFG-05", "RES-01")
@@ -253,7 +262,6 @@ def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
 def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
     config_of: ConfigOf, samples: list[Sample]
 ) -> None:
-    """A rank whose own schedule has no channel B runs the channel of rank 0."""
     configs = [config_of(b_ratio=ratio) for ratio in (0.5, 0.0)]
     loaded = [Parts(config) for config in configs]
 
@@ -267,8 +275,6 @@ def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
 
     assert [rank.result() for rank in in_ranks(2, kinds)] == [["A", "B", "A", "B"]] * 2
 
-
-# --- runs of two channels
 
 BATCH, STEPS, SAVED_AT = 4, 4, 2
 
@@ -337,7 +343,6 @@ def mixed(toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.Temp
     "n_softctx_iter=2 runs exactly two forwards and uses final logits",
 )
 def test_selecting_the_trainer_variant(mixed: Run) -> None:
-    """Both channels train, by `stage2_ab`. A step takes its samples whole and updates once."""
     assert isinstance(mixed.trainer, StepTrainer)
     assert mixed.channels == "ABBA", "of stage2_ab.schedule.b_ratio"
     assert len(mixed.by_step) == len(mixed.steps) == STEPS

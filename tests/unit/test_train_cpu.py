@@ -61,6 +61,7 @@ def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(trained_run: T
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert [line["step/channel_b"] for line in steps] == [0, 1, 0]
     assert steps[1]["sync/weights_version"] == 1
+    assert steps[1]["rollout/per_second"] == pytest.approx(4 / steps[1]["time/rollout_s"])
     for line in steps:
         assert line["packing/post_rollout_segments"] == 4
         atoms = [value for key, value in line.items() if key.startswith("loss/")]
@@ -219,9 +220,6 @@ def test_every_rollout_aligned_step_is_channel_b_and_the_evaluation_scores_all_h
     assert scores["eval/ground_truths"] == sum(len(sample.objects) for sample in held_out)
 
 
-# --- mixed precision: products in 16 bits, weights and reductions in 32
-
-
 class Seen:
     """The types of a run's products, and of what each forward returns to the losses.
 
@@ -241,10 +239,11 @@ class Seen:
         loaded.model.register_forward_hook(self._note)
         return loaded
 
-    def _note(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _note(self, model: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output.logits, Tensor):
             self.proved.add(output.logits.dtype)
             return
+        assert model.training
         parts = [part for part in output.logits if isinstance(part, Tensor)]
         tensors = [part for part in parts if part.is_floating_point()]
         assert tensors
