@@ -74,7 +74,6 @@ def answer(
     text: str = '{"object_1": {}}',
     **more: Any,
 ) -> StepAnswer:
-    """A good answer; the options change it."""
     matched, found = {p for p, _ in pairs}, {g for _, g in pairs}
     known: dict[str, Any] = {
         "sample_id": f"/data/{sample}",
@@ -127,7 +126,6 @@ class MadeRun:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> RunFolder:
-        """Write as `learner.training.run_log` and `learner.runs.rollout_log` do."""
         self.path.mkdir(parents=True, exist_ok=True)
         two_channels = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
         data = ToyData.under(Path("/data"))
@@ -152,7 +150,6 @@ class MadeRun:
 
 
 def draw_image(file: Path, size: tuple[int, int], box: Box, colour: str = "red") -> Path:
-    """A black image with a filled box. box: in bins."""
     image = Image.new("RGB", size)
     at = [c / 999 * (size[place % 2] - 1) for place, c in enumerate(box)]
     ImageDraw.Draw(image).rectangle(at, fill=colour)

@@ -69,12 +69,10 @@ def written(*objects: GroundTruthObject) -> str:
 
 
 def rollout(prompt_ids: list[int], answer_ids: list[int]) -> RolloutOutput:
-    """The output of a backend with these ids."""
     return RolloutOutput(prompt_ids, answer_ids, "", "stop", False, (1, 1), None)
 
 
 def run_quietly(config: Config) -> Path:
-    """Train; returns the run folder."""
     from rich.console import Console
 
     # Seconds, which pure tests do without.
@@ -85,6 +83,5 @@ def run_quietly(config: Config) -> Path:
 
 
 def metric_lines(folder: Path, key: str = "") -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, or those that have `key`."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if not key or key in line]

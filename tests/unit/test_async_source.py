@@ -92,8 +92,6 @@ class Servers(Scripted):
 
 
 class WatchedBuffer(RolloutBuffer):
-    """made: the number of each batch, once it is put."""
-
     def __init__(self, keys: AsyncRolloutConfig, total: int) -> None:
         super().__init__(keys, total)
         self.made: Queue[int] = Queue()
@@ -214,7 +212,6 @@ def actor_of(parts: Parts, config: Config, samples: list[Sample]) -> Iterator[Ac
 
 
 def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
-    """Run a step without its forwards; returns its channel and its samples."""
     actor.begin(step)
     wanted = channel_for_step(step, 0.5)
     if wanted == "B" and actor.source.ready(step):

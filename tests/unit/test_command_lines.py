@@ -25,7 +25,6 @@ PROGRAMS = {"learner": learner.cli.app, "rollout-server": rollout_server.cli.app
 
 
 def help_pages(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The help of a program and of every command below it, by command line."""
     program: Any = typer.main.get_command(PROGRAMS[name])
     pages: dict[str, str] = {}
     pending: list[tuple[tuple[str, ...], Any]] = [((), program)]
@@ -166,9 +165,6 @@ def test_a_removed_command_names_what_to_use(words: list[str]) -> None:
     assert isinstance(result.exception, ContractError)
     assert result.exception.found == "the command was removed"
     assert "`learner " in result.exception.do
-
-
-# --- Numbers, durations and lines on a terminal ------------------------------------------
 
 
 AWKWARD = "/data/:car:/[red]run[/red]/" + 30 * "long " + "end"

@@ -313,7 +313,6 @@ def test_predictions_are_results_for_the_converted_data_file(form: str, tmp_path
 def finished(
     folder: Path, answers: list[ScoredAnswer], peers: Peers, step: int = 120, save: bool = True
 ) -> dict[str, float]:
-    """Finish an evaluation as each process of a run does. answers: of all processes."""
     detection = {"eval_detection": {"enabled": True, "save_answers": save}}
     training = {"eval_strategy": "steps", "eval_steps": 3}
     sections = {"training": training, "rollout_matching": detection}

@@ -65,8 +65,6 @@ class Ran:
 
 
 class Recording(PlainAccelerator):
-    """Notes which backwards would synchronize."""
-
     def __init__(self, ran: Ran) -> None:
         self._ran = ran
         self._syncs = True
@@ -124,8 +122,6 @@ class Script(RolloutSource):
 
 
 class Nobody(RolloutBackend):
-    """A backend that is never asked."""
-
     def rollout(self, requests: Any, request_config: Any) -> list[RolloutOutput]:
         raise AssertionError("packs are given")
 
@@ -138,7 +134,6 @@ class Nobody(RolloutBackend):
 def step(
     peers: Peers, packs: Iterator[Chunk[Pack]], samples: int, ran: Ran, config: Config = CONFIG
 ) -> None:
-    """Run a step of channel B over these packs, and record it in `ran`."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     policy = Policy(Nobody(), RequestSettings("", None, RequestConfig()))

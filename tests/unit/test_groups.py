@@ -58,9 +58,6 @@ GROUPS = load_config(CONFIGS / "stage2_group_relative/base.yaml")
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 
 
-# --- rewards and advantages, by hand
-
-
 def assessed_as(
     tokenizer: Tokenizer,
     text: str,
@@ -222,9 +219,6 @@ def test_faults_count_from_their_object_on(
     assert reward.credits == pytest.approx(steps)
 
 
-# --- the target is the answer
-
-
 @pytest.mark.req("GROUP-02")
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_whole_answer_is_the_target_with_the_roles_of_its_objects(
@@ -253,9 +247,6 @@ def test_an_answer_without_a_token_is_left_out(tokenizer: Tokenizer) -> None:
     assert (found.target, found.left_out) == (None, "the answer has no token")
 
 
-# --- steps
-
-
 Gradients = dict[str, Tensor]
 
 
@@ -268,7 +259,6 @@ class Ran:
 
 
 def in_training(config: Config) -> LoadedModel:
-    """The same weights each time, adapters too."""
     torch.manual_seed(0)
     loaded = load_model(config)
     loaded.model.train()
@@ -309,7 +299,6 @@ def run_step(
     peers: Peers = SINGLE_PROCESS,
     given: LoadedModel | None = None,
 ) -> Ran:
-    """Step 0 of this rank over its part of `samples`."""
     scene = Scene(config, samples, given)
     policy = Policy(InChunks(scene.answers, 3), request_settings(config))
     runner = StepRunner(config, scene.recipe, policy, peers=peers)
@@ -337,8 +326,6 @@ ConfigOf = Callable[..., Config]
 
 @pytest.fixture
 def config_of(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> ConfigOf:
-    """A small run with groups, and these objectives."""
-
     def of(*objective: dict[str, Any], **sections: Any) -> Config:
         if objective:
             sections["stage2_ab"] = {"pipeline": {"objective": [*objective]}}
@@ -425,9 +412,6 @@ def test_both_methods_append_missed_objects_beside_the_policy_gradient(
         "loss/B_rollout_text/struct_ce",
         "loss/B_rollout_text/desc_ce",
     }
-
-
-# --- the model that a run started from
 
 
 @pytest.mark.req("GROUP-04")

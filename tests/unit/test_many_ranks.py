@@ -71,7 +71,6 @@ class Rank(Fleet):
     peers: CountedPeers
 
     def ask_and_meet(self, count: int) -> None:
-        """`ask`, then wait for the others as a step does."""
         self.peers.all_gather(
             lambda: bool(self.ask(count)), meanwhile=self.backend.repush_restarted
         )
@@ -89,8 +88,6 @@ class Ranks:
     ranks: list[Rank]
 
     def outcomes(self, work: Callable[[Rank], T]) -> list[T | BaseException]:
-        """Run `work` in all processes at once; return its results or errors."""
-
         def outcome(rank: Rank) -> T | BaseException:
             try:
                 with rank.peers.guarded():
@@ -101,7 +98,6 @@ class Ranks:
         return in_parallel([partial(outcome, rank) for rank in self.ranks])
 
     def results(self, work: Callable[[Rank], T]) -> list[T]:
-        """Run `work` in all processes at once; return its results, or raise the first error."""
         results: list[T] = []
         for outcome in self.outcomes(work):
             if isinstance(outcome, BaseException):
@@ -113,7 +109,6 @@ class Ranks:
         return self.ranks[0].pushed()
 
     def answered(self) -> list[int]:
-        """The sorted numbers of all answered requests, repeats included."""
         calls = [call for one in self.rollouts for call in one.answered]
         return sorted(number for call in calls for number in call)
 
@@ -129,7 +124,6 @@ def ranks(
     world_sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> Iterator[Ranks]:
-    """options: of every backend."""
     with scripted_rollouts(world_sizes or [1] * servers) as rollouts:
         pushers, store, made = [ScriptedPusher(one) for one in rollouts], HashStore(), []
         keep(groups := gloo_groups(store, count))
@@ -176,12 +170,8 @@ def begin(rank: Rank) -> None:
     rank.journal.take()
 
 
-# --- Pushes -----------------------------------------------------------------------------
-
-
 @pytest.mark.req("SYNC-09", "SYNC-08")
 def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
-    """Process 1 waits for the outcome of the push before the push begins."""
     with ranks(1) as run:
         (pusher,) = run.pushers
         push = pusher.push
@@ -209,7 +199,6 @@ def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
 
 @pytest.mark.req("SYNC-09", "SYNC-08")
 def test_next_push_begins_when_all_processes_have_their_answers() -> None:
-    """Process 0 is at the push while process 1 still waits for its answer."""
     with ranks(1) as run:
         versions: list[int | None] = []
 
@@ -278,8 +267,6 @@ def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
 
 
 class Sharded(MergedWeights):
-    """All processes gather each weight together."""
-
     def __init__(self, together: threading.Barrier) -> None:
         super().__init__(Weights())
         self._together = together
@@ -303,8 +290,6 @@ class PatientSender(Sender):
 
 
 class LosingSender(PatientSender):
-    """Its worker leaves after the first weight of the second push."""
-
     pushes = 0
 
     def send(self, parameters: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -385,9 +370,6 @@ def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
         assert run.pushed() == [[2]]
 
 
-# --- Shares of the servers --------------------------------------------------------------
-
-
 @pytest.mark.req("DIST-03", "DIST-04", "RES-04", "FULL-06")
 @pytest.mark.parametrize(("world_sizes", "count"), [([1, 1], 2), ([1, 2], 2), ([1, 2], 3)])
 def test_processes_fill_the_servers_up_to_their_bound(world_sizes: list[int], count: int) -> None:
@@ -444,9 +426,6 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
     numbers = [int(str(call.infer_requests[0].uuid)) for call in calls]
     assert sorted(numbers) == [0, 1, 10, 11, 20, 21]
     assert [call.expected_weights_version for call in calls] == [n // 10 + 5 for n in numbers]
-
-
-# --- Servers that come back -------------------------------------------------------------
 
 
 @pytest.mark.req("SYNC-07", "SYNC-08", "DIST-05")
@@ -540,9 +519,6 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
         else:
             assert (first["sync/repushes"], second["sync/repushes"]) == (1, 0)
             assert run.pushed() == [[1, 1]]
-
-
-# --- While training goes on -------------------------------------------------------------
 
 
 @pytest.mark.req("ASYNC-01", "SYNC-09", "DIST-05")

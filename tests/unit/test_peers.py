@@ -45,8 +45,6 @@ def ranks_of(
 
 
 def outcomes(ranks: list[GroupPeers], work: Work) -> list[Any]:
-    """Run `work` in all ranks at once; return its results or errors."""
-
     def guarded(peers: GroupPeers) -> Any:
         with peers.guarded():
             return work(peers)
@@ -127,7 +125,6 @@ def test_error_of_one_rank_ends_all(error: BaseException, kind: type[Exception],
 
 @pytest.mark.req("DDP-01")
 def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> None:
-    """For example a collective that breaks when a process of it ends."""
     zero, one = ranks_of(2)
     with pytest.raises(ValueError, match="out of memory"), one.guarded():
         raise ValueError("out of memory")
@@ -268,9 +265,6 @@ def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixtu
     outcomes(ranks_of(2, timing, end=codes.append), work)
     assert codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err
-
-
-# --- lines about waits
 
 
 SOON_S = 0.02

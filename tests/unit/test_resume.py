@@ -151,7 +151,6 @@ def test_another_run_cannot_resume_from_a_checkpoint(
 
 @pytest.mark.req("RUN-01")
 def test_a_run_without_a_checkpoint_keeps_the_logs_of_another_run(resumable: ConfigOf) -> None:
-    """Starting anew would remove them."""
     config = resumable()
     folder = config.training.output_dir
     folder.mkdir(parents=True)
@@ -249,7 +248,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers(folder: Path) -> list[tuple[Any, ...]]:
-    """Steps and evaluations, without their times."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "eval/f1", "eval/predicted")
     logged = lines(folder / "metrics.jsonl")
     return [tuple(line.get(key) for key in keys) for line in logged if "train_runtime" not in line]

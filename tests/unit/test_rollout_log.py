@@ -113,7 +113,6 @@ def test_a_line_has_the_answer_its_parse_match_target_and_place(
 
 
 def check_target(logged: dict[str, Any], item: AssessedRollout) -> None:
-    """The logged target is complete. Of its ids, only those after the answer are stored."""
     target, response = item.target, item.rollout.response_token_ids
     assert target is not None
     read = LoggedTarget(**logged)

@@ -45,7 +45,6 @@ def answered(run: Fleet) -> set[int]:
 
 
 def every_call(run: Fleet, fault: Callable[[S, InferCall], Reply]) -> None:
-    """Let `fault` answer each of the next calls."""
     for one in run.rollouts:
         one.faults.extend([fault] * 1000)
 
@@ -172,7 +171,6 @@ def test_answers_do_not_pile_up_before_a_slow_learner() -> None:
 
 @pytest.mark.req("SYNC-07", "DIST-05")
 def test_a_server_that_restarts_within_a_step_has_its_weights_again_before_the_end() -> None:
-    """Its requests are answered by the other one; after a push it takes later ones."""
     with fleet(2, decode_batch_size=2) as run:
         run.rollouts[0].faults.append(S.restart)
         outputs = [o for chunk in run.backend.stream(requests(range(40)), CONFIG) for o in chunk]

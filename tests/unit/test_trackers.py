@@ -58,7 +58,6 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(config_of: ConfigOf, offlin
 
 
 def test_several_trackers_are_callbacks_of_several_classes(config_of: ConfigOf) -> None:
-    """transformers warns of two callbacks of one class."""
     callbacks = tracker_callbacks(reporting(config_of, "tensorboard", "wandb").training, BEGINNING)
     assert len({type(each) for each in callbacks}) == len(callbacks) == 2
 

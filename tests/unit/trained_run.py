@@ -31,13 +31,11 @@ class TrainedRun:
         return metric_lines(self.folder, key)
 
     def answers(self, step: int) -> "list[ScoredAnswer]":
-        """Answers of the evaluation after a step."""
         from learner.analysis.evaluation.folder import read_answers
 
         return read_answers(self.folder / "evaluations" / f"step_{step:06d}")
 
     def copy(self, folder: Path) -> "TrainedRun":
-        """A copy below `folder` that a test may change."""
         run = shutil.copytree(self.folder, folder / "run")
         config = folder / "run.yaml"
         mapping = load_mapping(self.config)
