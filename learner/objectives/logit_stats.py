@@ -297,7 +297,7 @@ class Reader:
         computed again in backward, unless one chunk has all rows.
         """
         rows = torch.cat([text_rows, slot_rows])
-        step, texts = _head_rows(given), len(text_rows)
+        step = _head_rows(given)
         read = cast(Callable[..., tuple[Tensor, ...]], _ReadRows.apply)
 
         def part(hidden: Tensor, aims: Tensor) -> tuple[Tensor, ...]:
@@ -310,7 +310,7 @@ class Reader:
         if len(rows) <= step:
             return part(hidden, targets)
         parts = [
-            _recomputed(part, chunk, targets[start : max(start, min(start + step, texts))])
+            _recomputed(part, chunk, targets[start : start + step])
             for start, chunk in zip(range(0, len(rows), step), hidden.split(step), strict=True)
         ]
         return tuple(torch.cat(kind) for kind in zip(*parts, strict=True))
