@@ -246,7 +246,7 @@ def run_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         "enable_lora": vllm.enable_lora,
     }
     lora_rank = _positive(_section(merged, "tuner").get("lora_rank"))
-    if vllm.enable_lora and lora_rank is not None and "max_lora_rank" not in given:
+    if vllm.enable_lora and lora_rank is not None:
         settings["max_lora_rank"] = _vllm_rank(lora_rank)
     return settings
 

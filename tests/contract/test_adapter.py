@@ -163,7 +163,6 @@ def test_adapter_sync_can_fall_back_to_full_sync(
     assert mode.adapter is None
     (warned,) = [record.getMessage() for record in caplog.records if "DoRA" in record.getMessage()]
     assert "full" in warned
+    other = adapter_of(adapted(lora_server.server.checkpoint, seed=8))
     with pytest.raises(ContractError, match="full weights were pushed"):
-        lora_server.server.push_by_learner(
-            adapter_of(adapted(lora_server.server.checkpoint, seed=8))
-        )
+        lora_server.server.push_by_learner(other)

@@ -47,7 +47,6 @@ OTHERS = ("/infer/", ADAPTER, "/sleep/", "/wake_up/")
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    """A client of a server whose engines have not started."""
     with client_of(replicas=3) as client:
         yield client
 

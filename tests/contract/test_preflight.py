@@ -72,19 +72,16 @@ def test_nvidia_smi_is_called_for_plain_numbers(tmp_path: Path) -> None:
     odd = f"{FIRST}, 17, tool --ids=1,2, [N/A]\n"
     (tmp_path / "gpus").write_text(GPUS)
     (tmp_path / "apps").write_text(PROCESSES + odd)
-    program = fake_smi(
-        tmp_path,
-        f"""test "$2" = --format=csv,noheader,nounits || exit 1
+    script = f"""test "$2" = --format=csv,noheader,nounits || exit 1
 case "$1" in
     --query-gpu=index,uuid,memory.used,memory.total) cat {tmp_path}/gpus ;;
     --query-compute-apps=gpu_uuid,pid,process_name,used_memory) cat {tmp_path}/apps ;;
     *) exit 1 ;;
-esac""",
-    )
+esac"""
     gpus = [GpuMemory(0, FIRST, 4, 81559), GpuMemory(1, SECOND, 41984, 81559)]
     python = GpuProcess(SECOND, 4242, "/usr/bin/python3", 40960)
     tool = GpuProcess(FIRST, 17, "tool --ids=1,2", None)
-    assert query_gpu_use(program) == GpuUse(gpus, [python, tool])
+    assert query_gpu_use(fake_smi(tmp_path, script)) == GpuUse(gpus, [python, tool])
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 0, GPU-1, [N/A]"])
@@ -100,8 +97,9 @@ def test_an_nvidia_smi_without_an_answer_is_a_warning(
 # --- sizes (FULL-06)
 
 
-def gpus_of(gib: float) -> GpuUse:
-    return GpuUse([GpuMemory(index, f"GPU-{index}", 0, int(gib * 1024)) for index in (0, 1)], [])
+def gpus_of(first: float, second: float | None = None) -> GpuUse:
+    sizes = [int(gib * 1024) for gib in (first, second or first)]
+    return GpuUse([GpuMemory(i, f"GPU-{i}", 0, size) for i, size in enumerate(sizes)], [])
 
 
 @pytest.fixture
@@ -140,6 +138,10 @@ def test_weights_that_cannot_fit_are_refused_with_the_numbers(of_4b: Path) -> No
     small = ServerSettings(model=of_4b, gpus=(0,), max_model_len=256, dtype="float32")
     with refused("gpu_memory_utilization", "weights are 14.9 GiB"):
         fit_gpus(small, gpus_of(15))
+    two = small.model_copy(update={"gpus": (0, 1)})
+    with refused("gpu_memory_utilization", "of a GPU of 15 GiB"):
+        fit_gpus(two, gpus_of(80, 15))
+    assert fit_gpus(two.model_copy(update={"tensor_parallel_size": 2}), gpus_of(15))
     assert fit_gpus(small.model_copy(update={"dtype": "bfloat16"}), gpus_of(15))
 
 
@@ -172,6 +174,7 @@ CPU = {"device": "cpu"}
         ("qwen3_vl_moe", CPU | {"enable_lora": True}, "enable_lora"),
         ("qwen3_vl", CPU | {"allowed_media_dirs": (Path("/gone"),)}, "allowed_media_dirs"),
         ("qwen3_vl", CPU | {"host": "0.0.0.0"}, "--host"),
+        ("qwen3_vl", CPU | {"kv_cache_gib": 1e6}, "kv_cache_gib"),
     ],
 )
 def test_what_the_machine_or_the_model_cannot_do_is_refused(

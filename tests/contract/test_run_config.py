@@ -58,9 +58,7 @@ def test_guard_and_batch_come_from_a_file_and_its_base(tmp_path: Path) -> None:
     parent = training_yaml(tmp_path, "parent.yaml", repeat_terminate=GUARD, decode_batch_size=12)
     assert settings_of(parent).repeat_terminate == RepeatTerminateConfig(**GUARD)
     file = tmp_path / "leaf.yaml"
-    file.write_text(
-        "extends: parent.yaml\nrollout_matching: {repeat_terminate: {max_object_keys: 9}}\n"
-    )
+    file.write_text("extends: parent.yaml\n" + GUARDED)
     expected = RepeatTerminateConfig(**GUARD | {"max_object_keys": 9})
     assert settings_of(file).repeat_terminate == expected
     assert settings_of(file).max_num_seqs == 12
@@ -206,5 +204,6 @@ def test_the_trained_rank_is_rounded_up_to_one_of_vllm(
 
 @pytest.mark.req("SYNC-01")
 def test_a_rank_beyond_all_of_vllm_is_refused(tmp_path: Path) -> None:
+    assert settings_of(adapter_yaml(tmp_path, 512)).max_lora_rank == 512
     with refused("tuner.lora_rank", "up to rank 512"):
         settings_of(adapter_yaml(tmp_path, 513))

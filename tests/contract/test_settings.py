@@ -160,8 +160,9 @@ def test_gpus_are_numbers_of_the_machine_and_not_of_the_visible_ones(
         check_gpus([0, 1], {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
     check_gpus([0, 1], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, tmp_path)
     check_gpus([2, 3], {}, tmp_path)
-    with pytest.raises(ContractError, match="GPU 99"):
-        check_gpus([99], {}, tmp_path)
+    for gpu in (99, -1):
+        with pytest.raises(ContractError, match=f"GPU {gpu}"):
+            check_gpus([gpu], {}, tmp_path)
 
 
 @pytest.mark.req("SRV-04")

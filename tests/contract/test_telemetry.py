@@ -31,7 +31,6 @@ ASKING = ("grafana/dashboards/rollout-server.json", "prometheus/alerts.yml")
 
 @pytest.fixture
 def client(caplog: pytest.LogCaptureFixture) -> TestClient:
-    """A client of a server whose engines have not started."""
     caplog.set_level(logging.INFO)
     return client_of(replicas=2)
 
@@ -115,6 +114,7 @@ def test_refused_call_is_logged_and_counted_with_its_problem(
         ("/start_weight_update/", 503, "not-ready"),
         ("/close_communicator/", 503, "not-ready"),
     ]
+    assert access_lines(caplog)[1].request_id == "r"
     assert SECRET not in caplog.text
     found = samples(client.get("/metrics/").text)
     assert found["rollout_refused_total{reason=invalid-request,route=/infer/}"] == 1
@@ -127,11 +127,9 @@ def test_refused_call_is_logged_and_counted_with_its_problem(
 @pytest.mark.req("SRV-08")
 def test_answered_call_is_one_line_with_its_counts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    record = CallRecord(
-        "/infer/", request_id="id 1\nx", requests=2, images=1, prompt_tokens=20, status=200
-    )
+    record = CallRecord("/infer/", request_id="id 1\nx", requests=2, images=1, status=200)
     record.seconds = {"wait": 0.0, "prepare": 0.25, "generate": 3.0}
-    record.generated_tokens, record.guard_triggers = 60, 2
+    record.prompt_tokens, record.generated_tokens, record.guard_triggers = 20, 60, 2
     record.weights_version = (7, 8)
     log_call(record)
     (line,) = access_lines(caplog)

@@ -152,6 +152,7 @@ def test_buckets_are_consecutive_whole_and_as_few_as_greed_allows(
 ) -> None:
     buckets = plan_buckets(sizes, bucket_bytes)
     assert [each for bucket in buckets for each in bucket] == sizes
+    assert all(each.wire_bytes % 16 == 0 <= each.wire_bytes - each.num_bytes < 16 for each in sizes)
     for bucket, following in itertools.pairwise(buckets):
         used = sum(each.wire_bytes for each in bucket)
         assert used <= bucket_bytes or len(bucket) == 1

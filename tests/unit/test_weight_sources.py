@@ -256,6 +256,7 @@ def some_words(count: int) -> list[int]:
 def test_a_digest_is_that_of_its_definition(count: int) -> None:
     words = some_words(count)
     assert digest_of(words) % 2**64 == defined(struct.pack(f"{count}q", *words))
+    assert positions_of(2**26) == 2**14
 
 
 @pytest.mark.req("SYNC-06")
