@@ -199,7 +199,6 @@ def test_scores_with_a_zero_denominator(toy_tokenizer: Tokenizer) -> None:
 def test_duplicate_has_description_and_nearly_the_place_of_an_earlier_one(
     desc: str, right: int, repeats: int
 ) -> None:
-    """The first is 100 wide, from 100 to 200."""
     predicted = [box("cat", 100, 0, 200, 99), box(desc, 100, 0, right, 99)]
     (found,) = answers(([CAT], predicted))
     assert found.duplicates == repeats

@@ -229,8 +229,6 @@ def test_learner_beside_its_server_sees_one_gpu(run: Run, monkeypatch: pytest.Mo
     assert seen == [("3", (3, 1))]
 
 
-# --- Servers ----------------------------------------------------------------------------
-
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40)
 OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
 
@@ -271,15 +269,15 @@ def test_a_server_with_another_repeat_guard_is_refused(run: Run, answer: Info, t
 
 @pytest.mark.req("REP-06", "SRV-03", "DEP-03")
 def test_every_server_with_other_settings_is_reported_at_once(run: Run) -> None:
-    run.set(rollout_matching__decode_batch_size=12, rollout_matching__vllm__max_model_len=512)
+    run.set(rollout_matching__decode_batch_size=12, rollout_matching__vllm__max_model_len=1024)
     first, second, third, fourth = errors_against(
-        run, info(GUARD), info(OTHER_GUARD, max_num_seqs=11), info(max_model_len=511)
+        run, info(GUARD), info(OTHER_GUARD, max_num_seqs=12, world_size=2), info(max_model_len=1023)
     )
     assert (first[:2], '"max_object_keys":40' in first[2]) == ((0, "repeat_terminate"), True)
     assert "repeat_terminate is off" in first[2]
     assert (second[:2], '"max_object_keys":30' in second[2]) == ((1, "repeat_terminate"), True)
     assert (third[:2], "decode_batch_size 12" in third[2]) == ((1, "max_num_seqs"), True)
-    assert (fourth[:2], "is 511, and" in fourth[2]) == ((2, "max_model_len"), True)
+    assert (fourth[:2], "is 1023, and" in fourth[2]) == ((2, "max_model_len"), True)
 
 
 @pytest.mark.req("SYNC-01")
@@ -288,7 +286,7 @@ def test_adapters_are_needed_only_if_pushed(run: Run, mode: str, refused: list[s
     run.set(tuner={"train_type": "lora", "lora_rank": 2, "lora_alpha": 4})
     run.set(rollout_matching__vllm__enable_lora=True, rollout_matching__vllm__sync__mode=mode)
     run.set(rollout_matching__decode_batch_size=12)
-    errors = errors_against(run, info(max_num_seqs=11))
+    errors = errors_against(run, info(GUARD, active=False, max_num_seqs=11))
     assert [key for _, key, _ in errors] == ["max_num_seqs", *refused]
 
 

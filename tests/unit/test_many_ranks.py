@@ -54,8 +54,6 @@ _LIMIT_S = 60.0
 
 
 class CountedPeers(GroupPeers):
-    """Lets another thread wait until `all_gather` was called so many times."""
-
     calls = 0
 
     def all_gather(self, *given: Any, **named: Any) -> list[Any]:

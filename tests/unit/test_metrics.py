@@ -44,7 +44,6 @@ def payload_of(atoms: Sequence[Atom]) -> Payload:
 
 
 def plain_metrics(atoms: Sequence[Atom]) -> dict[str, float]:
-    """Counters and losses are summed; a rate is sum / sum; of the rest the highest counts."""
     found: dict[str, float] = {}
     for key in {atom.key for atom in atoms}:
         own = [atom for atom in atoms if atom.key == key]

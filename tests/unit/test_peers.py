@@ -133,6 +133,9 @@ def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> No
         raise broken
     assert str(caught.value) == "learner process 1 failed: ValueError: out of memory"
     assert caught.value.__cause__ is broken
+    alone = ranks_of(2)[0]
+    with pytest.raises(RunError, match="connection broke: gloo: closed"), alone.propagate_errors():
+        raise RuntimeError("gloo: closed by peer")
 
 
 @pytest.mark.req("DDP-01", "ROLL-03")
@@ -255,14 +258,15 @@ def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixtu
     codes, timing = list[int](), Timing(beat=0.01, grace=0.05, linger=0.1)
 
     def work(peers: GroupPeers) -> None:
-        try:
-            with peers.propagate_errors():
-                if peers.rank == 1:
+        if peers.rank == 1:
+            try:
+                with peers.propagate_errors():
                     raise ContractError("a.b", "no", "Add it")
-        finally:
-            wait_until(lambda: codes)
+            finally:
+                wait_until(lambda: codes)
 
-    outcomes(ranks_of(2, timing, end=codes.append), work)
+    zero, _ = outcomes(ranks_of(2, timing, end=codes.append), work)
+    assert isinstance(zero, ContractError), "it waits for the other one before it leaves"
     assert codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err
 
