@@ -43,10 +43,9 @@ def in_use(gpus: list[int], use: GpuUse) -> ContractError:
 @pytest.mark.req("SRV-04")
 def test_a_gpu_in_use_is_refused_and_its_users_are_named() -> None:
     use = GpuUse(parse_gpus(GPUS), parse_processes(PROCESSES))
-    assert in_use([0, 1], use).found == ("GPU 1 is used by /usr/bin/python3 (pid 4242, 40.0 GiB)")
+    assert in_use([0, 1], use).found == "GPU 1 is used by /usr/bin/python3 (pid 4242, 40.0 GiB)"
     check_unused([0], use)
-    both = PROCESSES + f"{SECOND}, 77, trainer, [N/A]\n"
-    use = GpuUse(parse_gpus(GPUS), parse_processes(both))
+    use = GpuUse(parse_gpus(GPUS), parse_processes(f"{PROCESSES}{SECOND}, 77, trainer, [N/A]\n"))
     assert in_use([1], use).found.endswith("40.0 GiB) and trainer (pid 77)")
 
 

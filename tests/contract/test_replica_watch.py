@@ -167,8 +167,7 @@ def test_an_engine_whose_preparation_fails_or_does_not_end_never_serves(
     replicas = Replicas(2, engines.__getitem__, lost.append, HANG_S, START_S)
     with pytest.raises(error, match=found):
         asyncio.run(replicas.start())
-    assert all(engine.ended for engine in engines)
-    assert lost == []
+    assert ([engine.ended for engine in engines], lost) == ([True, True], [])
 
 
 @pytest.mark.req("SRV-05")

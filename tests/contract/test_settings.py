@@ -61,11 +61,13 @@ def test_every_setting_is_an_option_of_its_type() -> None:
     assert set(parsed().values()) == {None, ()}
     words = (
         "--model /m --gpus 3,1 --max-lora-rank 32 --kv-cache-gib .5 --max-model-len 9 "
-        "--allowed-media-dir /a --allowed-media-dir /b --no-lora --openai --log-format json"
+        "--allowed-media-dir /a --allowed-media-dir /b --no-lora --openai --log-format json "
+        "--tensor-parallel-size 2"
     )
     settings = load_settings(None, parsed(*words.split()), environ={})
     assert (settings.model, settings.gpus, settings.max_lora_rank) == (Path("/m"), (3, 1), 32)
     assert (settings.kv_cache_gib, settings.max_model_len) == (0.5, 9)
+    assert (settings.num_replicas, settings.transport) == (1, "nccl")
     assert settings.allowed_media_dirs == (Path("/a"), Path("/b"))
     assert (settings.enable_lora, settings.openai, settings.log_format) == (False, True, "json")
 
