@@ -147,18 +147,22 @@ ADDRESSES = (ServerAddress(base_url=A, group_port=7), ServerAddress(base_url=B, 
 
 @pytest.mark.req("DIST-05", "SYNC-10", "MET-01")
 def test_metrics_count_calls_and_time_the_slowest_push() -> None:
-    journal = Journal(ADDRESSES)
+    journal = Journal(ADDRESSES, lambda: ("full", "DoRA"))
     for server, attempt in ((A, 1), (A, 2), (B, 3)):
         journal.call(Call(server, 0, 3, 100, attempt, "answered"))
+    assert journal.answered == 9
     journal.lost(A, "gone")
     journal.split(B, range(3, 5))
     pushed = report(5, "p-0", seconds=2.0)
-    pushed.seconds["warp"] = 3.0  # a phase of a newer server is no metric
+    pushed.seconds |= {"warp": 3.0, "transfer": 9.0}  # a phase of a newer server is no metric
     journal.push(A, False, pushed)
     journal.push(B, True, report(5, "p-0", seconds=8.0, size=6_000_000_000))
-    journal.probe(0.5)
+    journal.probe(0.2)
+    journal.probe(0.3)
     journal.healthy -= 1
-    _, payload = journal.take()
+    record, payload = journal.take()
+    noted = [record[name] for name in ("servers_healthy", "sync_fallback", "splits")]
+    assert noted == [1, "DoRA", [(B, 3, 2)]]
     assert payload.metrics() == {
         "rollout/servers_healthy": 1,
         "rollout/servers_lost": 1,
@@ -166,7 +170,7 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
         "rollout/splits": 1,
         "sync/pushes": 2,
         "sync/repushes": 1,
-        "sync/fell_back": 0.0,
+        "sync/fell_back": 1.0,
         "sync/pause_s": 0.1,
         "sync/transfer_s": 2.0,
         "sync/finish_s": 0.2,
@@ -192,7 +196,6 @@ def test_error_is_raised_while_other_calls_still_run() -> None:
 
 @pytest.mark.req("FULL-07")
 def test_a_thread_uses_the_gpu_of_the_thread_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group is joined and used in such threads."""
     of_thread = threading.local()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(of_thread, "gpu", 0))

@@ -194,16 +194,14 @@ def test_call_ends_when_the_server_stops_living(
     assert f"POST {server.base_url}/infer/: " in str(caught.value)
 
 
-TCP = socket.AF_INET, socket.SOCK_STREAM
-
-
 @pytest.mark.req("CFG-06")
 def test_connections_have_tcp_keep_alive(server: ScriptedServer) -> None:
     found, port = list[tuple[int, int]](), urlsplit(server.base_url).port
+    tcp = socket.AF_INET, socket.SOCK_STREAM
 
     def look(_: object) -> Reply:
         for descriptor in os.listdir("/proc/self/fd"):
-            with suppress(OSError), socket.fromfd(int(descriptor), *TCP) as peer:
+            with suppress(OSError), socket.fromfd(int(descriptor), *tcp) as peer:
                 if peer.getpeername()[1:] == (port,):
                     on = peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                     found.append((on, peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)))
@@ -216,7 +214,6 @@ def test_connections_have_tcp_keep_alive(server: ScriptedServer) -> None:
 
 @pytest.mark.req("CFG-06", "SRV-07")
 def test_call_that_ends_early_closes_its_connection() -> None:
-    """The server then stops generating for it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         held = list[socket.socket]()
 

@@ -23,7 +23,7 @@ from learner.distributed.peers import Peers
 from learner.models.load import Offload
 from learner.rollout.backend import Journal, WeightsVersion
 from learner.rollout.client import ServerUnreachable
-from learner.rollout.colocate import learner_environment, place, server_settings
+from learner.rollout.colocate import learner_environment, media_dirs, place, server_settings
 from learner.rollout.colocated_backend import ColocatedBackend
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.input_checks import (
@@ -32,7 +32,7 @@ from learner.training.input_checks import (
     check_launcher,
     learner_processes,
 )
-from learner.types import RolloutOutput
+from learner.types import RolloutOutput, Sample
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
@@ -48,11 +48,9 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.refusals import refused
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
-BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
+BARE = WARMUP | {"rollout_matching": {"max_new_tokens": 16}}
 
 pytestmark = pytest.mark.req("ROLL-03")
-
-BARE["rollout_matching"] = {"max_new_tokens": 16}
 
 
 def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -124,8 +122,11 @@ def test_default_is_four_gpus_and_fewer_are_reported(
     placement = place(VllmConfig(), gpus)
     assert (placement.gpus, placement.tensor_parallel_size) == (used, max(len(used), 1))
     assert placement.gpu_memory_utilization == 0.45
+    assert place(VllmConfig(gpu_memory_utilization=0.3), gpus).gpu_memory_utilization == 0.3
+    assert learner_environment(placement) == ({CUDA_VISIBLE: str(gpus[0])} if used else {})
     assert bool(placement.adapted) is bool(said)
     assert said in str(placement)
+    assert str(placement).startswith("GPU" if used else "the CPU")
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,13 @@ def test_server_reads_its_settings_and_the_training_yaml(tmp_path: Path, gpus: l
         assert settings.gpu_memory_utilization == 0.45
 
 
+def test_the_server_reads_the_folders_of_all_images_of_a_sample() -> None:
+    sample = Sample("1", (Path("/b/1.png"), Path("/a/2.png")), 64, 64, ())
+    assert media_dirs([sample, sample]) == [Path("/a"), Path("/b")]
+
+
 @pytest.mark.req("REP-01")
 def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> None:
-    """A run without a guard starts its server without one."""
     settings = settings_of(config_of(), [], "gloo", tmp_path)
     assert not settings.repeat_terminate.enabled
     environment = engine_environment(settings)
@@ -289,10 +294,6 @@ def supervised(
         server.stop()
 
 
-def starts(folder: Path) -> int:
-    return len((folder / "starts-0").read_text())
-
-
 def test_server_that_ends_is_an_error_with_the_lines_since_its_start(tmp_path: Path) -> None:
     log, environment = tmp_path / "server.log", os.environ | {"PYTHONWARNINGS": "none"}
     log.write_text("an earlier start\n")
@@ -326,7 +327,7 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
             wait_until(server.check)
-    assert starts(tmp_path) == 3
+    assert len((tmp_path / "starts-0").read_text()) == 3
 
 
 def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often_again(
@@ -349,7 +350,7 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RunError):
             wait_until(server.check)
-    assert starts(tmp_path) == 3
+    assert len((tmp_path / "starts-0").read_text()) == 3
 
 
 def test_server_that_cannot_be_started_again_is_an_error(tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
         supervision.join(60)
         assert not supervision.is_alive()
         server.check()
-    assert starts(tmp_path) == 1
+    assert len((tmp_path / "starts-0").read_text()) == 1
 
 
 # --- Room on the device -----------------------------------------------------------------

@@ -523,13 +523,12 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
 @pytest.mark.parametrize("asking", [0, 1])
 @pytest.mark.parametrize("needs_push", [True, False])
 def test_beside_training_a_stale_server_waits_for_a_push(asking: int, needs_push: bool) -> None:
-    """A server that was only unreachable gets requests again."""
     with ranks(1) as run:
 
         def work(rank: Rank) -> None:
             begin(rank)
             if rank.peers.rank == asking and needs_push:
-                run.rollouts[0].faults.append(S.restart)
+                run.rollouts[0].faults.append([S.restart, S.break_a_push][asking])
                 run.rollouts[0].world_size = 3
                 with pytest.raises(PushNeeded, match="no rollout server has the weights"):
                     rank.ask(4, how="rollout_asynchronous")

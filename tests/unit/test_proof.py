@@ -199,7 +199,6 @@ def test_unanswered_proof_is_repeated_and_a_server_that_refuses_it_is_not_lost(
     refusal: Reply,
     is_lost: bool,
 ) -> None:
-    """Its context may be shorter than the prompts of a proof."""
     proven: list[int] = []
     with scripted_server() as one:
         rollouts = [S(one)]

@@ -480,7 +480,8 @@ def test_shards_are_gathered_in_the_type_of_all_servers_or_in_float32(
 @pytest.mark.req("SYNC-07")
 def test_checks_of_servers_beside_training_take_a_sixth_of_the_time() -> None:
     with fleet(1) as run:
-        looks = starting(run, seconds=1.0).server
+        one = starting(run, seconds=1.0)
+        one.starting_looks, looks = 1, one.server
         before, began = len(looks.bodies("GET /health/")), run.clock.now
         while run.clock.now < began + 21.0:
             run.backend.repush_restarted()
