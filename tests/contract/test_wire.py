@@ -70,7 +70,7 @@ def test_fields_of_answers_are_among_theirs(theirs: Any) -> None:
 @pytest.mark.req("WIRE-01")
 def test_unserved_fields_are_refused_by_name() -> None:
     configs: dict[str, Any] = {"num_beams": 2, "stream": True, "structured_outputs_regex": "a*"}
-    for field, value in {"videos": ["a.mp4"], "objects": {"bbox": []}}.items():
+    for field, value in {"videos": ["a"], "objects": {"bbox": []}, "tools": [{"a": 1}]}.items():
         with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
             ours.RolloutInferRequest.model_validate({"messages": [MESSAGE], field: value})
     for field, value in configs.items():
