@@ -165,7 +165,7 @@ def test_image_bytes_are_bounded_before_decoding(tmp_path: Path) -> None:
         assert load(image, tmp_path, max_image_mib=mib).size == (64, 64)
         for less in (0.99, 1 - 1 / len(content)):
             assert "max_image_mib" in refusal(image, tmp_path, max_image_mib=mib * less)
-    os.truncate(tmp_path / "noise.png", 2**43)  # sparse
+    os.truncate(tmp_path / "noise.png", 2**36)  # sparse
     assert "max_image_mib" in refusal(f"{tmp_path}/noise.png", tmp_path)
 
 
