@@ -108,9 +108,6 @@ def test_every_attribute_that_is_no_member_of_the_engine_class_is_listed() -> No
     assert sorted(name for name in found if not hasattr(engine, name)) == sorted(ATTRIBUTES)
 
 
-# --- names that other programs may use (ARCH-02)
-
-
 # Required positional parameters, in order.
 FUNCTIONS = {
     "ContractError": "where found do",

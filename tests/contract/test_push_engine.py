@@ -150,9 +150,6 @@ def test_the_next_bucket_is_received_while_one_is_loaded() -> None:
     assert all(in_time)
 
 
-# --- transfers that break
-
-
 @pytest.mark.req("SYNC-06")
 @pytest.mark.parametrize("fault", ["a bit", "two words", "two buckets"])
 def test_a_bucket_that_is_not_as_it_was_sent_is_named(fault: str) -> None:

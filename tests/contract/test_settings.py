@@ -129,9 +129,6 @@ def test_the_environment_of_the_engine_allows_no_network_no_pickles_and_few_thre
     assert cpu["VLLM_HOST_IP"] == gpu["VLLM_HOST_IP"] == "127.0.0.1"
 
 
-# --- start-up that cannot succeed
-
-
 @pytest.mark.req("SRV-04")
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -41,8 +41,6 @@ def test_a_model_sharded_over_two_gpus_is_pushed_to_a_third(tmp_path: Path) -> N
         check_sharded_pushes(tmp_path, server, "nccl", CUDA_VISIBLE_DEVICES="1,2")
 
 
-# --- three GPUs serve, one learns (seeds 000, 002)
-
 SPLIT = ["--server-gpus", "0,1,2", "--train-gpus", "3"]
 RUN_S = 900.0
 

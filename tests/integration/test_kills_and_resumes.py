@@ -194,11 +194,8 @@ def test_ten_random_kills_change_nothing(world: World) -> None:
     assert_every_sample_is_logged_once(run, world.data)
 
 
-# --- a full disk, which is a small tmpfs in a mount namespace of the run
-
-
 ROOT = Path(__file__).resolve().parents[2]
-# The checkpoint is larger.
+# Of a small tmpfs in a mount namespace of the run; the checkpoint is larger.
 DISK = "2m"
 # Prints the files at the end, which are not visible outside the namespace.
 RUN = """

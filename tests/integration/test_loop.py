@@ -141,9 +141,6 @@ def test_engine_and_trainer_give_kept_tokens_the_same_log_probabilities(run: Run
     assert not any(key.startswith("mismatch/") for line in run.of("A") for key in line)
 
 
-# --- groups of sampled answers
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.req("GROUP-01", "GROUP-03", "GROUP-04")
 def test_a_run_learns_from_groups_of_sampled_answers_and_is_replayed(

@@ -186,9 +186,6 @@ def test_no_rank_calls_nccl_before_all_have_met(
     server.assert_pushed(1)
 
 
-# --- two colocated processes (threads) push to the workers on their own GPUs
-
-
 @pytest.mark.slow
 @pytest.mark.req("ROLL-03", "SYNC-03", "FULL-10")
 def test_each_process_shares_memory_of_its_gpu_with_the_worker_there(

@@ -172,9 +172,6 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path, content: str | Non
         Checkpoint(tmp_path).require_vocabulary()
 
 
-# --- Rows of coordinate tokens beside adapters -------------------------------------------
-
-
 EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 

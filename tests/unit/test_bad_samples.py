@@ -168,9 +168,6 @@ def test_a_file_without_a_good_sample_is_refused(
         check_inputs(config_of())
 
 
-# --- replacement samples
-
-
 def samples(count: int) -> list[Sample]:
     return [Sample(f"d.jsonl:{n}", (), 1, 1, ()) for n in range(1, count + 1)]
 

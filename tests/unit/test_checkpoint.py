@@ -201,9 +201,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert found.manifest.step == 2
 
 
-# --- Files and directories; /dev/full is a full disk -------------------------------------
-
-
 FULL = Path("/dev/full")
 
 

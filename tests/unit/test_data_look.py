@@ -157,9 +157,6 @@ def test_tokens_are_compared_with_limits(scenes: list[Sample], toy_checkpoint: P
     assert rows[4][-2:] == [str(pack), "0"]
 
 
-# --- Tokens of prompts and answers, against transformers and the trainer -----------------
-
-
 SYSTEM = "Answer in JSON."
 
 

@@ -129,9 +129,6 @@ def test_forwards_between_the_first_and_the_last_read_slots_alone(
     assert sum(products.rows) == (texts + slots) + slots + (texts + slots)
 
 
-# --- The chunks make one gradient of the weight, that of nn.Linear -----------------------
-
-
 ROWS = 24
 PART = 5
 Call = Callable[[Tensor], Tensor]

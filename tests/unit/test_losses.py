@@ -44,6 +44,7 @@ from tests.unit.loss_rows import (
     answer_row,
     coord_diag,
     declared,
+    duplicate_ul,
     logits_for,
     random_case,
     token_ce,
@@ -89,6 +90,7 @@ def test_gates_keep_their_digits_however_much_mass_the_coordinates_have(raised: 
     assert torch.allclose(again, full)
     assert text_mass.double().tolist() == pytest.approx(p_text.tolist(), rel=1e-4)
     assert torch.allclose(text_gate(text_mass).double(), -p_text.log(), atol=1e-4)
+    assert text_gate(torch.zeros(1)).item() == pytest.approx(-math.log(1e-6))
 
 
 @pytest.mark.req("LOSS-04")
@@ -215,6 +217,14 @@ def test_a_bin_as_near_to_the_target_as_to_a_departing_coordinate_does_not_count
     logits = logits_for(row, 0)
     logits[row.departures[1, 0] - 1, COORD_IDS[873 - 7]] += 10
     check_values(Case(EVERYTHING, row, "B"), [logits], rel=1e-6)
+
+
+@pytest.mark.req("CLEAN-02", "LOSS-05")
+def test_the_duplicates_of_a_part_of_a_pack_count_over_those_of_the_whole() -> None:
+    case = Case(declared(duplicate_ul()), answer_row(), "B")
+    own, logits = case.select(), [logits_for(case.row, 0)]
+    part = replace(own, totals=replace(own.totals, departures=2 * own.totals.departures))
+    assert 2 * case.loss(logits, part).total.item() == pytest.approx(case.loss(logits).total.item())
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")

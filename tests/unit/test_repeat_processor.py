@@ -315,9 +315,6 @@ def test_plug_in_for_swift_rollout_refuses_to_do_nothing(monkeypatch: pytest.Mon
     assert EngineArgs.__post_init__ is untouched
 
 
-# --- settings and sentinel
-
-
 CONFIG = RepeatTerminateConfig(
     enabled=True, min_new_tokens=3, ngram_size=4, ngram_repeats=2, max_object_keys=9
 )

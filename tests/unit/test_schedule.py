@@ -49,9 +49,6 @@ def test_a_ratio_outside_of_0_to_1_is_refused(b_ratio: str | float) -> None:
         channel_for_step(0, b_ratio)
 
 
-# --- samples
-
-
 def epoch(order: BatchOrder, number: int) -> list[list[list[int]]]:
     first = number * order.steps_per_epoch
     steps = range(first, first + order.steps_per_epoch)

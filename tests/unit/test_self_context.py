@@ -217,9 +217,6 @@ def test_gradients_through_the_iterations_are_finite_differences(
         assert along(gradients, there) == pytest.approx(wanted, rel=1e-5, abs=5e-7), group
 
 
-# --- calls, recorded graphs and adapters
-
-
 HELPERS = {"labels", "loss_scale", "compute_loss_func", "text_position_ids", "channel"}
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "train_coordinate_rows": False}
 DORA = {**LORA, "use_dora": True}

@@ -238,9 +238,6 @@ def test_the_sources_of_a_model() -> None:
         SyncMode.of(plain, "adapter", True)
 
 
-# --- the digest of a bucket, and the handshake before a group
-
-
 def digest_of(words: list[int]) -> int:
     tensor = torch.tensor(words, dtype=torch.int64)
     return int(digest(tensor, torch.arange(positions_of(len(words)))))
