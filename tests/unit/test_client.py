@@ -179,17 +179,21 @@ def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> Non
 
 
 @pytest.mark.req("CFG-06", "SYNC-07")
-@pytest.mark.parametrize("failure", [GONE, HangUp(), None, problem("unauthorized", "no", "it")])
+@pytest.mark.parametrize(
+    "replies",
+    [[live("a-0"), each] for each in (GONE, HangUp(), problem("unauthorized", "no", "it"))]
+    + [[None]],
+)
 def test_call_ends_when_the_server_stops_living(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, failure: Reply
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, replies: list[Reply]
 ) -> None:
-    monkeypatch.setattr(client_module, "_LIVE_TIMEOUT_S", 0.5 if failure is None else 60.0)
+    monkeypatch.setattr(client_module, "_LIVE_TIMEOUT_S", 0.2 if replies == [None] else 60.0)
     found = "the server is gone: /live/ failed 3 times in a row"
-    script = LiveScript([live("a-0"), failure], enough=100)
+    script = LiveScript(replies, enough=100)
     script.install(server)
     with pytest.raises(ServerUnreachable, match=found) as caught:
         watching(server).infer(CALL)
-    assert script.seen == 4
+    assert script.seen == len(replies) + 2
     script.enough = 0
     assert f"POST {server.base_url}/infer/: " in str(caught.value)
 
@@ -233,9 +237,6 @@ def test_call_that_ends_early_closes_its_connection() -> None:
                 pass
 
 
-# --- What a refusal means ---------------------------------------------------------------
-
-
 @pytest.mark.req("DIST-05")
 def test_only_temporary_errors_are_retried() -> None:
     assert may_pass(ServerUnreachable("no"))
@@ -246,9 +247,6 @@ def test_only_temporary_errors_are_retried() -> None:
         temporary = error.problem.status in (429, 502, 503, 504)
         assert may_pass(error) is (temporary and not needs_push(error))
         assert not of_a_proxy(error), "its type is not that of a proxy"
-
-
-# --- The token --------------------------------------------------------------------------
 
 
 @pytest.mark.req("SRV-06", "SRV-08", "WIRE-06")

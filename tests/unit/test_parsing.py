@@ -75,9 +75,6 @@ def test_the_token_of_an_image_ends_the_answer_as_it_is_no_text(
     assert blind.objects[-1].desc == f"a {placeholder}"
 
 
-# ---- drop reasons --------------------------------------------------------------------
-
-
 @pytest.mark.req("PARSE-04")
 @pytest.mark.parametrize(("value", "reason"), DROPPED.items())
 def test_an_invalid_object_is_dropped_with_its_reason_and_the_others_stay(
