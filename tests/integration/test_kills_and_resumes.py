@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,8 @@ def test_a_run_killed_in_a_step_and_in_a_checkpoint_equals_the_run_that_was_not_
 def test_ten_random_kills_change_nothing(world: World) -> None:
     """Each kill is a random time after a random file of the run was opened."""
     chance = random.Random()
-    run = world.folder / "random"
-    config = world.config(run)
+    runs = (world.folder / f"random_{number}" for number in count())
+    config = world.config(run := next(runs))
     names = ("metrics.jsonl", ".part", "trainer_state.json", "rng_state.pth", "rollout_calls.jsonl")
     kills = 0
     while kills < 10:
@@ -187,8 +188,7 @@ def test_ten_random_kills_change_nothing(world: World) -> None:
         kills += ended != 0
         if ended == 0:
             assert_the_same_run(run, world.whole)
-            run = world.folder / f"random_{kills}"
-            config = world.config(run)
+            config = world.config(run := next(runs))
     assert learn(world, config)[0] == 0
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
