@@ -143,7 +143,7 @@ def _fewest(rounds: int) -> Result:
 
 
 def _long_segments(rounds: int) -> Result:
-    """Packs over the peer's, for segments whose plans may not reach the bound."""
+    """Packs over the peer's, for long segments; no plan may reach the bound."""
     ratios, optimal, peers_optimal = [], [], []
     for n in range(rounds):
         pools = _long(n)

@@ -137,10 +137,13 @@ def test_silent_connection_is_closed_and_an_idle_one_is_not(hasty: Address) -> N
 
 
 def test_large_body_is_refused_before_its_end_and_the_rest_has_a_deadline(hasty: Address) -> None:
-    with connect(hasty) as announced:
-        announced.sendall(POST + b"content-length: %d\r\n\r\n" % 2**30)
-        assert problem_of(announced) == "body-too-large"
-        assert is_closed(announced)
+    for drips in (False, True):
+        with connect(hasty) as announced:
+            announced.sendall(POST + b"content-length: %d\r\n\r\n" % 2**30)
+            assert problem_of(announced) == "body-too-large"
+            if drips:
+                drip(announced, b" ")
+            assert is_closed(announced)
     with connect(hasty) as chunked:
         chunked.sendall(CHUNKED + (b"1000\r\n" + b" " * 0x1000 + b"\r\n") * 17)
         assert problem_of(chunked) == "body-too-large"

@@ -40,7 +40,7 @@ def untied(checkpoints: Path) -> Path:
     return make_checkpoint(checkpoints / "untied", seed=3, tie=False)
 
 
-# Its tests run in order: the last one stops it.
+# Its tests run in their order, because the last one stops the server.
 @pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a token, which `http` sends, and with a folder for temporary files."""

@@ -31,7 +31,10 @@ def training_yaml(folder: Path, name: str = "run.yaml", **rollout_matching: Any)
 
 
 def settings_of(
-    run: Path | None, config: Path | None = None, environ: Any = None, **given: Any
+    run: Path | None,
+    config: Path | None = None,
+    environ: dict[str, str] | None = None,
+    **given: Any,
 ) -> ServerSettings:
     return load_settings(config, CPU | given, run, environ or {})
 

@@ -118,7 +118,7 @@ class Bench:
 
     @classmethod
     async def formed(cls, **options: Any) -> "Bench":
-        """Make a bench whose group is formed."""
+        """Return a bench with a formed group."""
         bench = cls(**options)
         await bench.init()
         return bench

@@ -140,7 +140,7 @@ class Plain:
         return (total(step) - total(-step)) / (2 * step)
 
     def atoms(self, logits: Sequence[Tensor], base: Tensor | None = None) -> dict[str, float]:
-        """Values of all terms whose weight is not 0.
+        """Return the values of all terms with a weight above 0.
 
         logits: of the one forward, or of the first and the last of several. base: those of the
             last forward that CIoU's alpha is taken from, where others are only near them.

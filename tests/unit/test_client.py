@@ -275,6 +275,15 @@ def test_every_call_sends_the_token_of_the_environment_and_no_log_has_it(
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
+def test_unusable_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "two words")
+    with pytest.raises(ContractError) as caught:
+        RolloutClient("http://a:1")
+    assert caught.value.where == TOKEN_VARIABLE
+    assert "two words" not in str(caught.value)
+
+
+@pytest.mark.req("SRV-06", "DEP-01")
 @pytest.mark.parametrize(
     ("variable", "found"),
     [(None, "the learner has none"), (TOKEN_FILE_VARIABLE, "refuses the token of")],

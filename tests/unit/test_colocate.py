@@ -320,6 +320,10 @@ def test_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     assert [each.code() is None for each in made] == [False]
 
 
+def starts(folder: Path) -> int:
+    return len((folder / "starts-0").read_text())
+
+
 def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     """The steady time before its first end does not count for the starts that fail after it."""
     clock = itertools.count(0.0, STEADY_S).__next__
@@ -327,7 +331,7 @@ def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
             wait_until(server.check)
-    assert len((tmp_path / "starts-0").read_text()) == 3
+    assert starts(tmp_path) == 3
 
 
 def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often_again(
@@ -350,7 +354,7 @@ def test_killed_server_is_started_again_at_its_address_and_a_steady_one_as_often
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RunError):
             wait_until(server.check)
-    assert len((tmp_path / "starts-0").read_text()) == 3
+    assert starts(tmp_path) == 3
 
 
 def test_server_that_cannot_be_started_again_is_an_error(tmp_path: Path) -> None:
@@ -371,7 +375,7 @@ def test_stopped_server_is_not_started_again(tmp_path: Path) -> None:
         supervision.join(60)
         assert not supervision.is_alive()
         server.check()
-    assert len((tmp_path / "starts-0").read_text()) == 1
+    assert starts(tmp_path) == 1
 
 
 # --- Room on the device -----------------------------------------------------------------

@@ -278,10 +278,11 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     ("tuner", "context"),
     [
         ({"train_type": "full"}, {"n_softctx_iter": 1}),
+        (LORA, {"n_softctx_iter": 1}),
         (LORA, {"n_softctx_iter": 3, "softctx_grad_mode": "em_detach"}),
         (LORA, {"n_softctx_iter": 3, "softctx_grad_mode": "unroll"}),
     ],
-    ids=["full", "detached", "unrolled"],
+    ids=["full", "lora", "detached", "unrolled"],
 )
 def test_flops_of_a_pack_are_those_of_its_operations(
     config_of: ConfigOf, scenes: list[Sample], tuner: dict[str, Any], context: dict[str, Any]

@@ -29,7 +29,7 @@ from tests.unit.small_run import small_mapping
 pytestmark = pytest.mark.req("HUB-01")
 REPOSITORY = "ada/shapes"
 WRITER, READER, SINGLE, USER, TEAM = "hf_writer", "hf_reader", "hf_single", "ada", "lab"
-LOST = "hf_lost"  # whose connection breaks
+LOST = "hf_lost"  # its connection breaks
 
 
 @dataclass

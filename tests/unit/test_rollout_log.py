@@ -142,7 +142,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.req("MET-03")
 def test_answers_are_read_as_logged(folder: Path, toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The files of both ranks are read, and no file of a step whose number starts alike."""
+    """Step 100,000 has the files of both ranks. The file of step 1,000,000 is not read."""
     for rank in (1, 0):
         RolloutLog(folder, rank).write(100_000, [assessed(toy_tokenizer, f"a.jsonl:{rank}")])
     RolloutLog(folder).write(1_000_000, [assessed(toy_tokenizer)])

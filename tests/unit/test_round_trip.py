@@ -290,7 +290,7 @@ def check_groups(
 
 
 def kept_entries(entries: list[Written], parsed: ParsedRollout) -> list[Written]:
-    """Return the entries up to the last one whose value is an object: the cut is there."""
+    """Return the entries before the cut, which follows the last one with an object."""
     n_kept = max((i for i, entry in enumerate(entries, start=1) if entry.is_object), default=0)
     assert n_kept == len(parsed.entry_ends)
     assert sum(entry.valid for entry in entries[:n_kept]) == len(parsed.objects)
